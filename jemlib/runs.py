@@ -1,0 +1,66 @@
+"""Training runs as artefacts: each has a name, a checkpoint, a record and a row in timing.csv."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import torch
+
+from jemlib.config import TrainConfig
+from jemlib.data import Dataset
+from jemlib.results import ResultsError, Store, provenance
+from jemlib.training import FitResult, fit
+
+
+def train(store: Store, dataset: Dataset, config: TrainConfig, **options: Any) -> tuple[str, FitResult]:
+    """`training.fit` on a data set's training part, with checkpoint and record in the store.
+
+    Returns (name of the run, result). The name holds the config's hash, so runs of other settings never overwrite
+    each other; a finished run is read, not trained again (force=True trains it). options: as of `fit`.
+    """
+    name = f"{dataset.name}-{config.method}-s{config.seed}-{config.hash(dataset.id)}"
+    path = store.checkpoint_path(name)
+    options |= {"checkpoint": path, "data_id": dataset.id, "label": f"{config.method} seed {config.seed}"}
+    result = fit(config, dataset.train, len(dataset.classes), **options)
+    try:
+        kept = store.read_record(name)
+    except ResultsError:
+        kept = {}
+    if result.trained_now or not kept:
+        kept = {
+            "run": name,
+            "config": config.model_dump(mode="json"),
+            "config_hash": config.hash(dataset.id),
+            "seed": config.seed,
+            "temperature": config.temperature(),
+            "data": {"name": dataset.name, "source": dataset.source, "checksum": dataset.checksum},
+            "n_train": len(dataset.train.x),
+            "parameters": sum(p.numel() for p in result.model.parameters()),
+            "status": result.status,
+            "diverged_at": result.diverged_at,
+            "seconds": result.seconds,
+            "ms_per_step": result.ms_per_step,
+            "history": result.history,
+            **provenance(),
+        }
+        store.record(name, kept)
+        row = {"what": name, "seconds": round(result.seconds, 3), "ms_per_step": round(result.ms_per_step, 3)}
+        row |= {"peak_memory_mb": peak_memory_mb(), "device": kept["device"], "threads": kept["threads"]}
+        store.timing(row | {"precision": "float32"})
+    return name, result
+
+
+def add_metrics(store: Store, name: str, metrics: dict[str, Any]) -> None:
+    """Add evaluation results to a run's record; keys given before are replaced."""
+    record = store.read_record(name)
+    store.record(name, record | {"metrics": record.get("metrics", {}) | metrics})
+
+
+def peak_memory_mb() -> float:
+    """Peak memory so far, MiB: of the GPU where there is one, else the resident set of this process."""
+    if torch.cuda.is_available():
+        return round(torch.cuda.max_memory_allocated() / 2**20, 1)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
+    return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)

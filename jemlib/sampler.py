@@ -1,0 +1,253 @@
+"""Stochastic gradient Langevin dynamics (SGLD) and the buffer of persistent chains.
+
+The update, for a chain x, is Equation (5) in terms of the energy:
+
+    x <- x - (step_size / 2) * dE/dx + u,    u ~ N(0, noise_std^2)
+
+With `noise_std=None` the noise is sqrt(step_size * temperature), which is Equation (5) itself. The practical form
+sets `step_size` and `noise_std` apart; the chain then targets exp(-E / T) with T = noise_std^2 / step_size, and
+`implied_temperature` says so. Both go through the same code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Schedule = Callable[[int], float]
+
+
+class HasEnergy(Protocol):
+    """Whatever offers energy(x, y=None) -> (B,); a `JEM`, or an analytic density in a test."""
+
+    def energy(self, x: Tensor, y: Tensor | None = None) -> Tensor: ...
+
+
+class SGLDHealth(NamedTuple):
+    """What a call of `sgld` did to its chains; 0-dimensional tensors, no device synchronisation.
+
+    Quantities that compare two states cover the n_steps - 1 transitions whose both ends were evaluated (a last
+    evaluation would cost as much as a step); with a single step they are nan.
+    """
+
+    energy_change: Tensor  #: mean over chains of E(last evaluated) - E(start), nats
+    uphill_share: Tensor  #: share of transitions that raised the energy; 1 means that the steps overshoot
+    rms_step: Tensor  #: root mean square over pixels of the gradient part of a step, in units of x
+    acceptance: Tensor  #: mean acceptance rate that a Metropolis test at the implied temperature would have had
+
+
+def constant(step_size: float) -> Schedule:
+    """The same step size at every step."""
+    return lambda t: step_size
+
+
+def polynomial_decay(a: float, b: float, gamma: float) -> Schedule:
+    """a (b + t)^-gamma: for 1/2 < gamma <= 1 the sum diverges and the sum of squares converges (Equation 5)."""
+    if not 0.5 < gamma <= 1:
+        raise ValueError(f"gamma must lie in (0.5, 1] for SGLD to converge, got {gamma}")
+    return lambda t: a * (b + t) ** -gamma
+
+
+def implied_temperature(step_size: float, noise_std: float) -> float:
+    """The temperature T that a step size and a noise set apart amount to: noise_std^2 / step_size."""
+    return noise_std**2 / step_size
+
+
+@contextmanager
+def frozen(model: object, *, train_mode: bool | None = False) -> Iterator[None]:
+    """Inside: no parameter asks for a gradient and modules are in eval mode; outside: all flags as they were.
+
+    Freezing spares autograd the weights' half of every backward pass. `train_mode=None` leaves the mode alone.
+    """
+    if not isinstance(model, nn.Module):
+        yield
+        return
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(False)
+        if train_mode is not None:
+            model.train(train_mode)
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+        for module, mode in modes:  # .train() recurses, so each module's own flag is set
+            module.training = mode
+
+
+def _reflect(x: Tensor, low: float, high: float) -> Tensor:
+    """Fold x back into [low, high] as a mirror at both walls would; keeps a uniform density uniform."""
+    width = high - low
+    return low + width - ((x - low).remainder(2 * width) - width).abs()
+
+
+def sgld(
+    model: HasEnergy,
+    x: Tensor,
+    y: Tensor | None = None,
+    *,
+    n_steps: int,
+    step_size: float | Schedule,
+    noise_std: float | None = None,
+    temperature: float = 1.0,
+    max_rms_step: float | None = None,
+    clip_grad: float | None = None,
+    bounds: tuple[float, float] | None = None,
+    at_bounds: str = "clamp",
+    generator: torch.Generator,
+) -> tuple[Tensor, SGLDHealth]:
+    """Run SGLD chains from x and return where they end, and their health.
+
+    x: (B, ...) starting points, left untouched; y: (B,) labels for chains of p(x given y), or None for p(x).
+    step_size: a number or a schedule t -> number. noise_std: standard deviation of the noise in units of x; None
+    takes Equation (5)'s sqrt(step_size * temperature). clip_grad: largest |dE/dx| per element. max_rms_step: each
+    chain's gradient step is scaled down so that its RMS over elements is at most this. bounds: (low, high) of the
+    data; a chain that leaves is clamped, or reflected with at_bounds="reflect". Returns ((B, ...), SGLDHealth);
+    the samples carry no graph. The model's parameters, their flags and its train/eval mode are left as they were.
+    """
+    if n_steps < 0:
+        raise ValueError(f"n_steps must be 0 or more, got {n_steps}")
+    if at_bounds not in ("clamp", "reflect"):
+        raise ValueError(f"at_bounds must be 'clamp' or 'reflect', got {at_bounds!r}")
+    schedule = step_size if callable(step_size) else constant(step_size)
+    x = x.detach().clone()
+    per_chain = tuple(range(1, x.dim()))
+    nan = torch.full((), math.nan, device=x.device)
+    if n_steps == 0:
+        return x, SGLDHealth(nan, nan, nan, nan)
+
+    first_energy = energy = previous = None
+    uphill, acceptance, square_step = [], [], []
+    with frozen(model):
+        for t in range(n_steps):
+            alpha = schedule(t)
+            sigma = math.sqrt(alpha * temperature) if noise_std is None else noise_std
+            with torch.enable_grad():
+                x.requires_grad_(True)
+                energy = model.energy(x, y)
+                (gradient,) = torch.autograd.grad(energy.sum(), x)
+            x, energy = x.detach(), energy.detach()
+            if clip_grad is not None:
+                gradient = gradient.clamp(-clip_grad, clip_grad)
+            drift = gradient.mul(-alpha / 2)
+            if max_rms_step is not None:
+                rms = drift.square().mean(per_chain, keepdim=True).sqrt()
+                # clamp_max(1) leaves short steps alone; nan stays nan, so that divergence is seen
+                drift = drift * (max_rms_step / rms.clamp_min(1e-30)).clamp_max(1.0)
+            square_step.append(drift.square().mean())
+            if previous is None:
+                first_energy = energy
+            else:
+                uphill.append((energy > previous.energy).float().mean())
+                acceptance.append(previous.acceptance(x, energy, drift))
+            noise = torch.empty_like(x).normal_(generator=generator) if sigma > 0 else None
+            moved = x + drift if noise is None else x + drift + sigma * noise
+            previous = _Transition(x, energy, drift, sigma, alpha)
+            x = moved
+            if bounds is not None:
+                x = x.clamp(*bounds) if at_bounds == "clamp" else _reflect(x, *bounds)
+    health = SGLDHealth(
+        energy_change=(energy - first_energy).mean() if n_steps > 1 else nan,
+        uphill_share=torch.stack(uphill).mean() if uphill else nan,
+        rms_step=torch.stack(square_step).mean().sqrt(),
+        acceptance=torch.stack(acceptance).mean() if acceptance else nan,
+    )
+    return x, health
+
+
+class _Transition(NamedTuple):
+    """The start of a Langevin move, kept for one step to judge the move once its end has been evaluated."""
+
+    x: Tensor
+    energy: Tensor
+    drift: Tensor
+    sigma: float
+    alpha: float
+
+    def acceptance(self, x: Tensor, energy: Tensor, drift: Tensor) -> Tensor:
+        """Mean Metropolis-Hastings acceptance of the move self.x -> x, for the target exp(-E alpha / sigma^2)."""
+        dims = tuple(range(1, x.dim()))
+        if self.sigma == 0:  # no noise, no reverse move: a Metropolis test would take descents only
+            return (energy <= self.energy).float().mean()
+        scale = 1 / (2 * self.sigma**2)
+        forward = (x - self.x - self.drift).square().sum(dims) * scale
+        backward = (self.x - x - drift).square().sum(dims) * scale
+        log_ratio = (self.energy - energy) * (self.alpha / self.sigma**2) + forward - backward
+        return log_ratio.clamp_max(0).exp().mean()
+
+
+class ReplayBuffer:
+    """Persistent chains (PCD): where the last call of SGLD left them, with the label each chain belongs to.
+
+    The store is a tensor of its own: what comes out is a copy and what goes in is copied, so no graph and no alias
+    survives. Randomness is explicit: every method that draws takes a generator.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor | None, *, low: float = -1.0, high: float = 1.0):
+        """x: (N, ...) chains; y: (N,) labels, or None for chains of p(x); [low, high]: range of a fresh chain."""
+        self.x, self.y = x, y
+        self.low, self.high = low, high
+
+    @classmethod
+    def uniform(
+        cls,
+        size: int,
+        shape: tuple[int, ...],
+        *,
+        n_classes: int | None = None,
+        low: float = -1.0,
+        high: float = 1.0,
+        generator: torch.Generator,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> ReplayBuffer:
+        """A buffer of `size` uniform chains; with n_classes, labels in equal shares (sizes differ by 1 at most)."""
+        x = uniform((size, *shape), low, high, generator=generator, device=device, dtype=dtype)
+        y = None if n_classes is None else torch.arange(size, device=device) % n_classes
+        return cls(x, y, low=low, high=high)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def draw(
+        self, batch: int, *, reinit_prob: float, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Draw chains without replacement, each restarted from uniform noise with probability reinit_prob.
+
+        Returns (index (B,), x (B, ...), y (B,) or None). A restarted chain keeps its label.
+        """
+        if batch > len(self):
+            raise ValueError(f"a batch of {batch} chains cannot be drawn from a buffer of {len(self)}")
+        device = self.x.device
+        index = torch.randperm(len(self), generator=generator, device=device)[:batch]
+        x = self.x[index]
+        restart = torch.rand(batch, generator=generator, device=device) < reinit_prob
+        fresh = uniform(x.shape, self.low, self.high, generator=generator, device=device, dtype=x.dtype)
+        x = torch.where(restart.view(-1, *[1] * (x.dim() - 1)), fresh, x)
+        return index, x, None if self.y is None else self.y[index]
+
+    def put(self, index: Tensor, x: Tensor) -> None:
+        """Store chains x (B, ...) back at the places that `draw` gave."""
+        self.x[index] = x.detach().to(self.x.dtype)
+
+    def state_dict(self) -> dict:
+        """Everything a checkpoint needs; `from_state` is the inverse."""
+        return {"x": self.x.clone(), "y": None if self.y is None else self.y.clone(), "low": self.low, "high": self.high}
+
+    @classmethod
+    def from_state(cls, state: dict, device: torch.device | str = "cpu") -> ReplayBuffer:
+        """Rebuild a buffer from `state_dict`, on a device."""
+        x, y = (None if part is None else part.to(device, copy=True) for part in (state["x"], state["y"]))
+        return cls(x, y, low=state["low"], high=state["high"])
+
+
+def uniform(shape, low: float, high: float, *, generator: torch.Generator, device="cpu", dtype=torch.float32) -> Tensor:
+    """Uniform noise on [low, high], the law of a fresh chain."""
+    return torch.empty(shape, device=device, dtype=dtype).uniform_(low, high, generator=generator)

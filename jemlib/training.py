@@ -1,0 +1,276 @@
+"""The training loop: one loop for every method, with monitors, divergence as a result, checkpoints and resume.
+
+The loop knows no method by name: `TrainConfig.objective()` is a row of `objectives.METHODS`, and its terms say
+whether chains are run. A run ends as "ok" or as "diverged at step n"; it is never restarted or mended on the way.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from jemlib import nets, objectives
+from jemlib.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
+from jemlib.config import TrainConfig, learning_rate, sampler_options
+from jemlib.data import Labelled
+from jemlib.energy import JEM, energy_from_logits
+from jemlib.progress import Progress
+from jemlib.sampler import ReplayBuffer, SGLDHealth, sgld
+
+
+@dataclass
+class FitResult:
+    """A finished run. `model` and `buffer` are those of the last good checkpoint where the run diverged."""
+
+    config: TrainConfig
+    model: JEM
+    buffer: ReplayBuffer | None
+    status: str  #: "ok" or "diverged at step n"
+    diverged_at: int | None
+    history: list[dict[str, float]] = field(repr=False)  #: one row per log_every iterations: means over them
+    seconds: float = 0.0  #: spent in training steps, all sittings together
+    steps_done: int = 0
+    trained_now: bool = True  #: False where a finished checkpoint was found
+
+    @property
+    def ms_per_step(self) -> float:
+        """Mean wall time of a training iteration, in milliseconds."""
+        return 1e3 * self.seconds / max(self.steps_done, 1)
+
+
+def build_model(config: TrainConfig, shape: tuple[int, ...], n_classes: int) -> JEM:
+    """The config's network for inputs of `shape`, initialized from the config's seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        if config.network == "mlp":
+            options = {"width": config.width, "depth": config.depth, "input_scale": config.input_scale}
+            return JEM(nets.mlp(n_classes, n_features=shape[0], **options))
+        options = {"channels": shape[0], "size": shape[1], "width": config.width, "features": config.features}
+        return JEM(nets.conv_net(n_classes, **options))
+
+
+def pick_device(name: str) -> torch.device:
+    """The named device; "auto" takes CUDA, then Apple's MPS, then the CPU."""
+    if name != "auto":
+        return torch.device(name)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator or torch.device("cpu")
+
+
+def fit(
+    config: TrainConfig,
+    train: Labelled,
+    n_classes: int,
+    *,
+    checkpoint: Path | None = None,
+    data_id: str = "",
+    force: bool = False,
+    evaluate: Callable[[JEM], dict[str, float]] | None = None,
+    proposals: Tensor | None = None,
+    label: str = "",
+) -> FitResult:
+    """Train a model by `config` on `train`, resuming from `checkpoint` where it holds the same run.
+
+    checkpoint: file to write (None: keep nothing); one that is finished is returned without training unless `force`.
+    evaluate: called with the model at every log point; its numbers join the history. proposals: (M, ...) fixed
+    negatives in place of a sampler; every point of a grid makes the weighted estimator exact. Raises ValueError
+    for data outside [-1, 1] or too few of them, CheckpointError for a checkpoint of another run.
+    """
+    if len(train.x) < config.batch_size:
+        raise ValueError(f"batch_size {config.batch_size} is larger than the {len(train.x)} training data")
+    if not bool(torch.isfinite(train.x).all()) or train.x.min() < -1 or train.x.max() > 1:
+        raise ValueError("training inputs must be finite and lie in [-1, 1], the range of the chains")
+    if not 0 <= int(train.y.min()) <= int(train.y.max()) < n_classes:
+        raise ValueError(f"labels must lie in 0..{n_classes - 1}")
+    run = _Run(config, train, n_classes, data_id, proposals)
+    resumed = False
+    if checkpoint is not None and checkpoint.exists() and not force:
+        run.load(load_checkpoint(checkpoint), checkpoint)
+        resumed = True
+    if run.status != "running":
+        Progress(label or config.method, config.n_iterations).replay(run.history, run.status)
+        return run.result(trained_now=False)
+    last_good = run.state()
+    if checkpoint is not None and not resumed:
+        save_checkpoint(checkpoint, last_good)
+    with Progress(label or config.method, config.n_iterations, start=run.step) as progress:
+        while run.step < config.n_iterations:
+            started = time.perf_counter()
+            alive = run.iterate()
+            run.seconds += time.perf_counter() - started
+            if not alive:
+                # the row that shows what happened is kept; weights and chains go back to the last good state
+                failed = {"history": run.history, "status": f"diverged at step {run.step}", "diverged_at": run.step}
+                failed["seconds"], failed["steps_timed"] = run.seconds, run.step + 1
+                last_good |= failed
+                run.load(last_good, checkpoint)
+                break
+            run.step += 1
+            if run.step % config.log_every == 0 or run.step == config.n_iterations:
+                run.log(evaluate)
+                progress.update(run.step, run.history[-1])
+            if run.step == config.n_iterations:
+                run.status = "ok"
+            if run.step % config.checkpoint_every == 0 or run.status == "ok":
+                last_good = run.state()
+                if checkpoint is not None and run.status != "ok":
+                    save_checkpoint(checkpoint, last_good)
+        if checkpoint is not None:
+            save_checkpoint(checkpoint, last_good)
+        progress.close(run.status)
+    return run.result(trained_now=True)
+
+
+class _Run:
+    """The moving parts of one training run: everything here that changes is in a checkpoint."""
+
+    _PLAIN = (
+        *("hash", "step", "status", "diverged_at", "order", "position"),
+        *("history", "sums", "seconds", "steps_timed"),
+    )
+
+    def __init__(self, config: TrainConfig, train: Labelled, n_classes: int, data_id: str, proposals: Tensor | None):
+        self.config, self.method, self.hash = config, config.objective(), config.hash(data_id)
+        self.device = pick_device(config.device)
+        self.train = Labelled(train.x.to(self.device), train.y.to(self.device))
+        shape = tuple(train.x.shape[1:])
+        self.model = build_model(config, shape, n_classes).to(self.device)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.lr, betas=(config.beta1, 0.999))
+        # separate streams: what the sampler draws never changes which data a method sees
+        self.rng_data = torch.Generator(self.device).manual_seed(2 * config.seed)
+        self.rng_chains = torch.Generator(self.device).manual_seed(2 * config.seed + 1)
+        self.proposals = None if proposals is None else proposals.to(self.device)
+        self.buffer = None
+        if self.method.samples and proposals is None:
+            labels = n_classes if self.method.conditional else None
+            options = {"n_classes": labels, "generator": self.rng_chains, "device": self.device}
+            self.buffer = ReplayBuffer.uniform(config.buffer_size, shape, **options)
+        self.order = torch.empty(0, dtype=torch.long, device=self.device)
+        self.position = 0
+        self.step = self.steps_timed = 0
+        self.seconds = 0.0
+        self.status, self.diverged_at = "running", None
+        self.history: list[dict[str, float]] = []
+        self.sums: dict[str, Tensor] = {}
+
+    def next_batch(self) -> Labelled:
+        """The next mini-batch of a shuffled pass; the rest that fills no batch joins no step."""
+        if self.position + self.config.batch_size > len(self.order):
+            self.order = torch.randperm(len(self.train.x), generator=self.rng_data, device=self.device)
+            self.position = 0
+        index = self.order[self.position : self.position + self.config.batch_size]
+        self.position += self.config.batch_size
+        x, y = self.train.x[index], self.train.y[index]
+        if self.config.input_noise:
+            noise = torch.empty_like(x).normal_(std=self.config.input_noise, generator=self.rng_data)
+            x = (x + noise).clamp(-1, 1)
+        return Labelled(x, y)
+
+    def negatives(self) -> tuple[Tensor, Tensor | None, SGLDHealth | None]:
+        """Samples, their labels and the sampler's health: the fixed proposals, or chains moved by SGLD."""
+        config = self.config
+        if self.proposals is not None:
+            return self.proposals, None, None
+        options = {"reinit_prob": config.reinit_prob, "generator": self.rng_chains}
+        index, x, y = self.buffer.draw(config.batch_size, **options)
+        x, health = sgld(self.model, x, y, **sampler_options(config), generator=self.rng_chains)
+        self.buffer.put(index, x)
+        return x, y, health
+
+    def iterate(self) -> bool:
+        """One training iteration; False, with the weights untouched, where energies or gradients ran away."""
+        config, device = self.config, self.device
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, self.step)
+        batch = self.next_batch()
+        x_neg = y_neg = health = None
+        if self.method.samples:
+            x_neg, y_neg, health = self.negatives()
+        self.model.train()
+        logits = self.model.logits(batch.x if x_neg is None else torch.cat([batch.x, x_neg]))
+        f_pos = logits[: len(batch.x)]
+        f_neg = None if x_neg is None else logits[len(batch.x) :]
+        loss, metrics = objectives.loss(self.method, f_pos, batch.y, f_neg, y_neg)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        worst = energy_from_logits(logits.detach()).abs().max()
+        alive = bool(torch.isfinite(loss.detach()) & torch.isfinite(norm) & (worst <= config.energy_limit))
+        metrics |= {"loss": loss.detach(), "gradient_norm": norm}
+        if health is not None and config.n_steps > 0:
+            metrics |= {f"sampler_{name}": value for name, value in health._asdict().items()}
+        if not alive:
+            self.sums = {}
+            self._add(metrics)
+            self._close_row(self.step + 1)
+            return False
+        self._add(metrics)
+        self.optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        self.steps_timed = self.step + 1
+        return True
+
+    def _add(self, metrics: dict[str, Tensor]) -> None:
+        for name, value in (metrics | {"_count": torch.ones((), device=self.device)}).items():
+            self.sums[name] = self.sums.get(name, 0) + value
+
+    def _close_row(self, step: int) -> None:
+        count = self.sums.pop("_count").item()
+        self.history.append({"step": step} | {name: (value / count).item() for name, value in self.sums.items()})
+        self.sums = {}
+
+    def log(self, evaluate: Callable[[JEM], dict[str, float]] | None) -> None:
+        """Close the row of monitors that covers the iterations since the last one."""
+        self._close_row(self.step)
+        if evaluate is not None:
+            self.model.eval()
+            with torch.no_grad():
+                self.history[-1] |= evaluate(self.model)
+
+    def state(self) -> dict:
+        """Copies of everything that a resumed run needs to go on bit for bit."""
+        live = {
+            "config": self.config.model_dump(mode="json"),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "buffer": None if self.buffer is None else self.buffer.state_dict(),
+            "rng_data": self.rng_data.get_state(),
+            "rng_chains": self.rng_chains.get_state(),
+        }
+        return copy.deepcopy(live | {name: getattr(self, name) for name in self._PLAIN})
+
+    def load(self, state: dict, path: Path | None) -> None:
+        """Take over a checkpoint's state; CheckpointError where it belongs to another run."""
+        if state.get("hash") != self.hash:
+            raise CheckpointError(
+                f"{path} holds a run of another configuration ({state.get('hash')}, not {self.hash}); "
+                "move it away, or train anew with --force"
+            )
+        state = copy.deepcopy(state)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if state["buffer"] is not None:
+            self.buffer = ReplayBuffer.from_state(state["buffer"], self.device)
+        self.rng_data.set_state(state["rng_data"])
+        self.rng_chains.set_state(state["rng_chains"])
+        for name in self._PLAIN:
+            setattr(self, name, state[name])
+        self.order = self.order.to(self.device)
+        self.sums = {name: value.to(self.device) for name, value in self.sums.items()}
+
+    def result(self, trained_now: bool) -> FitResult:
+        """What `fit` returns, with the model in eval mode."""
+        self.model.eval()
+        end = {"seconds": self.seconds, "steps_done": self.steps_timed, "trained_now": trained_now}
+        return FitResult(
+            self.config, self.model, self.buffer, self.status, self.diverged_at, self.history, **end
+        )
+
+
