@@ -54,7 +54,7 @@ class TrainConfig(BaseModel):
     buffer_size: int = Field(10_000, gt=0)
     reinit_prob: float = Field(0.05, ge=0, le=1)
     # the run
-    energy_limit: float = Field(1e3, gt=0)
+    energy_limit: float = Field(1e4, gt=0)
     log_every: int = Field(50, gt=0)
     checkpoint_every: int = Field(100, gt=0)
     device: str = "auto"

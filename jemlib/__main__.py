@@ -1,0 +1,5 @@
+"""`python -m jemlib`."""
+
+from jemlib.cli import main
+
+main(prog_name="jemlib")

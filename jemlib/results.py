@@ -1,0 +1,241 @@
+"""Where artefacts go, and where they came from: tables, figures, run records, provenance.
+
+Everything is written to a temporary file beside its target and moved into place, so a reader (or a run that
+is killed) never meets half a file. What differs between two identical runs goes to `timing.csv` alone.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+import jemlib
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from IPython.display import Image
+    from matplotlib.figure import Figure
+
+TIMING_COLUMNS = ["what", "seconds", "ms_per_step", "peak_memory_mb", "device", "threads", "precision"]
+FIGURE_DPI = 160
+PACKAGES = ("torch", "torchvision", "numpy", "scipy", "scikit-learn", "pandas", "matplotlib", "papermill")
+
+
+class ResultsError(OSError):
+    """The results folder cannot be used; the message says which path and why."""
+
+
+def repo_root() -> Path:
+    """The folder that holds `jemlib/`, `notebooks/` and `results/`."""
+    return Path(__file__).resolve().parent.parent
+
+
+# --- provenance ---------------------------------------------------------------------------------------------
+
+
+def provenance() -> dict[str, Any]:
+    """What ran where: commit, dirty flag, versions, device, threads, CPU, platform.
+
+    `commit` and `dirty` are None outside a git checkout of this very folder.
+    """
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        **git_state(),
+        "versions": {"python": platform.python_version(), "jemlib": jemlib.__version__, **_versions()},
+        "device": torch.cuda.get_device_name(0) if cuda else "cpu",
+        "threads": torch.get_num_threads(),
+        "cpu": _cpu_model(),
+        "platform": platform.platform(),
+    }
+
+
+def git_state() -> dict[str, Any]:
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *arguments], cwd=repo_root(), capture_output=True, text=True, timeout=30, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    # A copy unpacked inside somebody else's repository must not report that repository's commit.
+    top = git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != repo_root():
+        return {"commit": None, "dirty": None}
+    changes = git("status", "--porcelain")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:  # not Linux
+        pass
+    return platform.processor() or platform.machine()
+
+
+# --- JSON that is valid whatever a diverged run produced ----------------------------------------------------
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _plain(value: Any) -> Any:
+    """Plain JSON types; non-finite numbers, which JSON lacks, become "NaN", "Infinity" or "-Infinity"."""
+    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays alike
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _restored(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_restored(item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+# --- the store ----------------------------------------------------------------------------------------------
+
+
+class Store:
+    """The artefacts of one notebook under `results_dir` (relative paths count from the repository).
+
+    Raises `ResultsError` at once when nothing can be written there, before hours of training.
+    """
+
+    def __init__(self, results_dir: str | Path, notebook: str) -> None:
+        self.dir = repo_root() / Path(results_dir).expanduser()
+        self.notebook = notebook
+        probe = self.dir / f".{notebook}.{os.getpid()}.tmp"
+        write_atomic(probe, b"")
+        probe.unlink(missing_ok=True)
+
+    def table(self, name: str, frame: pd.DataFrame) -> pd.DataFrame:
+        """Write `tables/<name>.csv` (six digits, index left out) and return `frame` for display."""
+        text = frame.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+        write_atomic(self.dir / "tables" / f"{name}.csv", text.encode())
+        return frame
+
+    def read_table(self, name: str) -> pd.DataFrame:
+        """Read `tables/<name>.csv`; `ResultsError` when no notebook has written it yet."""
+        import pandas as pd
+
+        path = self.dir / "tables" / f"{name}.csv"
+        if not path.is_file():
+            raise ResultsError(f"{path} is missing: run the notebook that writes it first.")
+        return pd.read_csv(path)
+
+    def figure(self, name: str, fig: Figure, alt: str) -> Image:
+        """Write `figures/<notebook number>_<name>.png`, close `fig`, return the image with its alt text."""
+        import matplotlib.pyplot as plt
+        from IPython.display import Image
+
+        if not alt.strip():
+            raise ValueError(f"The figure {name!r} needs alt text.")
+        buffer = io.BytesIO()
+        # matplotlib's default Software entry names its version; fixed metadata keeps re-runs byte-identical.
+        about = {"Software": "jemlib", "Description": alt}
+        fig.savefig(buffer, format="png", dpi=FIGURE_DPI, bbox_inches="tight", metadata=about)
+        plt.close(fig)
+        data = buffer.getvalue()
+        write_atomic(self.dir / "figures" / f"{self.notebook.split('_')[0]}_{name}.png", data)
+        width = int.from_bytes(data[16:20], "big")  # of the PNG header, in device pixels
+        return Image(data=data, format="png", width=round(width * 96 / FIGURE_DPI), alt=alt)
+
+    def timing(self, rows: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+        """Merge rows (keys as in `TIMING_COLUMNS`) by `what` into `tables/timing.csv`; returns these rows.
+
+        Units: seconds, milliseconds, MiB. A re-run replaces its own rows and leaves all others alone.
+        """
+        import pandas as pd
+
+        new = pd.DataFrame([rows] if isinstance(rows, Mapping) else list(rows))
+        new = new.reindex(columns=TIMING_COLUMNS + [c for c in new.columns if c not in TIMING_COLUMNS])
+        path = self.dir / "tables" / "timing.csv"
+        _make_folder(path.parent)
+        with FileLock(self.dir / ".timing.lock"):
+            merged = new
+            if path.is_file():
+                old = pd.read_csv(path)
+                merged = pd.concat([old[~old["what"].isin(new["what"])], new])
+            merged = merged.astype({"threads": "Int64"})  # an integer also beside rows that have none
+            self.table("timing", merged.sort_values("what", kind="stable"))
+        return new
+
+    def record(self, name: str, content: Mapping[str, Any]) -> Path:
+        """Write `runs/<name>.json` with sorted keys; nan and inf become "NaN", "Infinity", "-Infinity"."""
+        path = self.dir / "runs" / f"{name}.json"
+        text = json.dumps(_plain(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
+        write_atomic(path, (text + "\n").encode())
+        return path
+
+    def read_record(self, name: str) -> dict[str, Any]:
+        """Read `runs/<name>.json`, non-finite numbers restored; `ResultsError` when it is missing."""
+        path = self.dir / "runs" / f"{name}.json"
+        if not path.is_file():
+            raise ResultsError(f"{path} is missing: run the notebook that writes it first.")
+        return _restored(json.loads(path.read_text()))
+
+    def checkpoint_path(self, name: str) -> Path:
+        """`checkpoints/<name>.pt`, its folder made."""
+        _make_folder(self.dir / "checkpoints")
+        return self.dir / "checkpoints" / f"{name}.pt"
+
+
+def figure_alt(path: str | Path) -> str | None:
+    """The alt text that `Store.figure` stored in a PNG."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return image.info.get("Description")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResultsError(f"Cannot make the results folder {folder}: {error.strerror}.") from error
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    _make_folder(path.parent)
+    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ResultsError(f"Cannot write {path}: {error.strerror}.") from error

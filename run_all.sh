@@ -1,0 +1,154 @@
+#!/usr/bin/env bash
+# Finds or makes the environment of environment.yml, then hands over to `python -m jemlib`.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+Usage: ./run_all.sh [options]        run the notebooks and write results/<profile>/
+       ./run_all.sh test [args]      run the tests; args go to pytest
+       ./run_all.sh lab [args]       open JupyterLab on the notebooks; args go to JupyterLab
+
+  --profile NAME   smoke, quick (default), full or paper
+  --only 01,02     only these notebooks, by number or name
+  --seed N         replaces the seed of every notebook
+  --force          train again what is already trained
+  --data PATH      folder of the data sets (or set JEMLIB_DATA)
+  --out PATH       results folder instead of results/<profile>
+  --help           this text
+
+It uses the active environment if that holds every version of environment.yml; else it makes one inside this
+folder, once: with conda, mamba or micromamba where there is one (.conda-env), else with Python >= 3.11 (.venv).
+TEXT
+}
+
+fail() { echo "run_all.sh: $*" >&2; exit "${code:-1}"; }
+bad_usage() { code=2 fail "$* Try ./run_all.sh --help"; }
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
+STAMP=".jemlib-complete"
+
+# --- arguments: what is wrong is said before anything is installed ---
+
+check_arguments() {
+  while [ $# -gt 0 ]; do
+    case "$1" in
+      -h | --help) usage; exit 0 ;;
+      --force) shift ;;
+      --profile=* | --only=* | --seed=* | --data=* | --out=*) check_value "${1%%=*}" "${1#*=}"; shift ;;
+      --profile | --only | --seed | --data | --out)
+        [ $# -ge 2 ] || bad_usage "$1 needs a value."
+        check_value "$1" "$2"; shift 2 ;;
+      *) bad_usage "There is no option or command '$1'." ;;
+    esac
+  done
+}
+
+check_value() {
+  case "$1=$2" in
+    --*=) bad_usage "$1 needs a value." ;;
+    --profile=smoke | --profile=quick | --profile=full | --profile=paper) ;;
+    --profile=*) bad_usage "There is no profile '$2'." ;;
+    --seed=*[!0-9]*) bad_usage "--seed must be a whole number >= 0, not '$2'." ;;
+  esac
+}
+
+# --- the environment ---
+
+pins() { sed -n 's/^ *- *\([A-Za-z0-9._-]*==[^ #]*\).*/\1/p' "$ROOT/environment.yml"; }
+
+satisfies_pins() { # $1: a python; true if it has every pinned version
+  local check='
+import importlib.metadata as m, sys
+if sys.version_info < (3, 11): sys.exit(1)
+for pin in sys.argv[1:]:
+    name, wanted = pin.split("==")
+    try: found = m.version(name)
+    except m.PackageNotFoundError: sys.exit(1)
+    if found.split("+")[0] != wanted: sys.exit(1)  # "+cpu" and the like are builds of one version
+'
+  "$1" -c "$check" $(pins) 2>/dev/null
+}
+
+fingerprint() { { cat "$ROOT/environment.yml" "$ROOT/pyproject.toml"; echo "$ROOT"; } | cksum; }
+
+is_complete() { # $1: an environment's folder; the stamp is written last, so it tells a whole installation
+  [ -x "$1/bin/python" ] && [ "$(cat "$1/$STAMP" 2>/dev/null)" = "$(fingerprint)" ] && "$1/bin/python" -c ''
+}
+
+can_update() { # $1: an environment's folder: whole once, with other pins; what a killed installation left is not
+  [ -f "$1/$STAMP" ] && "$1/bin/python" -m pip --version >/dev/null 2>&1
+}
+
+find_python() { # prints a Python >= 3.11 that can make a virtual environment
+  local name
+  for name in python3.11 python3 python3.12 python3.13 python3.14 python; do
+    if "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$name"; return
+    fi
+  done
+  fail "no Python >= 3.11 with its venv module was found; install one, or conda, mamba or micromamba."
+}
+
+install_into() { # $1: an environment's folder, with python and pip in it
+  echo "installing the packages into $(basename "$1") (some minutes, once) ..."
+  rm -f "$1/$STAMP"
+  local pip=("$1/bin/python" -m pip install -qq --disable-pip-version-check --no-input --no-warn-script-location)
+  PYTHONNOUSERSITE=1 PIP_ROOT_USER_ACTION=ignore "${pip[@]}" $(pins) || fail "the installation failed; see above."
+  # Without build isolation: setuptools is among the pins, so this step needs no network.
+  PYTHONNOUSERSITE=1 PIP_ROOT_USER_ACTION=ignore "${pip[@]}" --no-deps --no-build-isolation --editable "$ROOT" ||
+    fail "the installation of jemlib failed; see above."
+  fingerprint > "$1/$STAMP"
+  echo "installed."
+}
+
+find_environment() { # sets PYTHON
+  local candidate tool
+  for candidate in "${VIRTUAL_ENV:-}/bin/python" "${CONDA_PREFIX:-}/bin/python" "$(command -v python3 || true)"; do
+    if [ -x "$candidate" ] && satisfies_pins "$candidate"; then PYTHON="$candidate"; return; fi
+  done
+  for candidate in "$ROOT/.conda-env" "$ROOT/.venv"; do
+    PYTHON="$candidate/bin/python"
+    if is_complete "$candidate"; then return; fi
+  done
+
+  tool="$(command -v conda || command -v mamba || command -v micromamba || true)"
+  if [ -n "$tool" ]; then
+    candidate="$ROOT/.conda-env"
+    if ! can_update "$candidate"; then
+      rm -rf "$candidate"
+      echo "making .conda-env with $(basename "$tool") ..."
+      "$tool" create --yes --quiet --prefix "$candidate" --channel conda-forge \
+        "$(sed -n 's/^ *- *\(python=[0-9.]*\).*/\1/p' "$ROOT/environment.yml")" pip >"$ROOT/.conda-env.log" 2>&1 ||
+        { cat "$ROOT/.conda-env.log" >&2; fail "$(basename "$tool") could not make the environment; see above."; }
+      rm -f "$ROOT/.conda-env.log"
+    fi
+  else
+    candidate="$ROOT/.venv"
+    if ! can_update "$candidate"; then
+      local base; base="$(find_python)"
+      echo "making .venv with $("$base" --version) ..."
+      "$base" -m venv --clear "$candidate" || fail "$base could not make a virtual environment; see above."
+    fi
+  fi
+  install_into "$candidate"
+  PYTHON="$candidate/bin/python"
+}
+
+# --- commands ---
+
+command="${1:-run}"
+case "$command" in
+  test | lab) shift ;;
+  run) [ $# -eq 0 ] || shift; check_arguments "$@" ;;
+  *) command=run; check_arguments "$@" ;;
+esac
+
+find_environment
+# This folder's jemlib, even where another copy is installed.
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+
+if [ "$command" = test ]; then
+  cd "$ROOT"
+  exec "$PYTHON" -m pytest "$@"
+fi
+exec "$PYTHON" -P -m jemlib "$command" "$@"

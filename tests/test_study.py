@@ -1,0 +1,267 @@
+"""Strict parameters through the real papermill, and the runner with notebooks that fail, die or are interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from click.testing import CliRunner
+from nbformat.v4 import new_code_cell, new_notebook
+
+from jemlib import cli, study
+from jemlib.parameters import ParameterError, coerce, declarations
+
+DECLARATIONS = """\
+include_anchor: bool = True
+lr: float = 1e-2  # Adam; a = b
+steps: int = 5
+seeds: str = "0,1,2"
+seed: int = 0
+profile: str = "quick"
+results_dir: str = "results/quick"
+force: bool = False
+"""
+CONFIG = "from jemlib import study\nconfig = study.parameters(globals())"
+TRAIN = "import json, pathlib\npathlib.Path('trained.json').write_text(json.dumps(config))"
+
+
+def write_notebook(path: Path, cells: list[str], tagged: int | None = 0) -> Path:
+    notebook = new_notebook(cells=[new_code_cell(cell) for cell in cells])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    if tagged is not None:
+        notebook.cells[tagged].metadata["tags"] = ["parameters"]
+    nbformat.write(notebook, path)
+    return path
+
+
+@pytest.fixture
+def papermill(tmp_path):
+    """Run a small notebook through papermill's command line; returns (exit code, its messages, config or None)."""
+
+    def call(*arguments: str, cells=(DECLARATIONS, CONFIG, TRAIN), tagged=0):
+        source = write_notebook(tmp_path / "study.ipynb", list(cells), tagged)
+        with study.kernel_environment():
+            done = subprocess.run(
+                [sys.executable, "-m", "papermill", str(source), str(tmp_path / "out.ipynb"), *arguments],
+                cwd=tmp_path, capture_output=True, text=True, timeout=120,
+            )  # fmt: skip
+        trained = tmp_path / "trained.json"
+        return done.returncode, done.stderr, json.loads(trained.read_text()) if trained.exists() else None
+
+    return call
+
+
+# --- parameters ---
+
+
+def test_text_that_stands_for_a_value_is_coerced(papermill):
+    code, messages, config = papermill(
+        "-p", "include_anchor", "false", "-y", "lr: 1e-3", "-r", "steps", "20", "-p", "seeds", "0"
+    )  # fmt: skip
+    assert code == 0, messages
+    assert config["include_anchor"] is False
+    assert (config["lr"], config["steps"], config["seeds"]) == (0.001, 20, "0")
+    assert config["seed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-p", "includ_anchor", "false"), "Unknown parameter 'includ_anchor': did you mean include_anchor?"),
+        (("-p", "steps", "2.5"), "Parameter 'steps' must be int but is 2.5."),
+        (("-p", "lr", "nan"), "Parameter 'lr' must be float but is nan."),
+        (("-y", "{lr: true}"), "Parameter 'lr' must be float but is True."),
+    ],
+)
+def test_mistakes_stop_the_notebook_before_it_trains(papermill, arguments, message):
+    code, messages, config = papermill(*arguments)
+    assert code != 0
+    assert message in messages
+    assert config is None
+
+
+def test_a_notebook_without_the_tag_is_refused(papermill):
+    code, messages, config = papermill("-p", "lr", "0.5", tagged=None)
+    assert code != 0
+    assert "no tag 'parameters'" in messages
+    assert config is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "result"),
+    [
+        (bool, "false", False), (bool, "no", False), (bool, 1, True), (float, "1e-3", 1e-3), (float, 2, 2.0),
+        (int, "20", 20), (int, 20.0, 20), (str, 7, "7"), (list[int], ["1", 2], [1, 2]), (int | None, None, None),
+    ],
+)  # fmt: skip
+def test_coercion(kind, value, result):
+    coerced = coerce("p", value, kind)
+    assert coerced == result
+    assert type(coerced) is type(result)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (bool, "maybe"), (bool, 2), (float, "abc"), (float, "inf"), (float, float("nan")), (float, True), (float, None),
+        (int, 2.5), (int, "2.5"), (int, True), (str, True), (str, None), (list[int], [True]), (list[float], ["nan"]),
+    ],
+)  # fmt: skip
+def test_refusal(kind, value):
+    with pytest.raises(ParameterError, match="Parameter 'p' must be") as caught:
+        coerce("p", value, kind)
+    assert "\n" not in str(caught.value)
+
+
+def executed(*cells: str) -> dict:
+    """A namespace as IPython leaves it after these cells."""
+    namespace = {"In": ["", *cells]}
+    for cell in cells:
+        exec(cell, namespace)
+    return namespace
+
+
+def test_the_effective_configuration_is_printed_and_written_back(capsys):
+    namespace = executed("lr: float = 0.1\nsteps: int = 5", "# Parameters\nlr = '0.2'\n", "other: list = []; other = 3")
+    config = study.parameters(namespace)
+    assert config == {"lr": 0.2, "steps": 5}
+    assert namespace["lr"] == 0.2
+    assert capsys.readouterr().out.splitlines() == ["lr    = 0.2   (default: 0.1)", "steps = 5"]
+    assert study.parameters(namespace) == config  # a cell that is run again
+
+
+def test_running_the_declarations_again_brings_the_defaults_back():
+    cell = "lr: float = 0.1"
+    assert study.parameters(executed(cell, "# Parameters\nlr = 0.2", cell)) == {"lr": 0.1}
+
+
+def test_a_given_value_that_was_overwritten_is_refused():
+    with pytest.raises(ParameterError, match=r"'lr' was given as 0.2 but is 0.1 now"):
+        study.parameters(executed("lr: float = 0.1", "# Parameters\nlr = 0.2", "lr = 0.1"))
+
+
+def test_a_wrong_default_is_refused():
+    with pytest.raises(ParameterError, match=r"'steps' must be int but is 2\.5"):
+        study.parameters(executed("steps: int = 2.5"))
+    with pytest.raises(ParameterError, match="No cell"):
+        study.parameters(executed("steps = 2"))
+
+
+def test_declarations_are_cells_of_nothing_else():
+    source = "from typing import Literal\n# anchors\nanchor: Literal['own', 'none'] = 'own'\nn: int | None = None"
+    assert [default for _, default in declarations(source).values()] == ["own", None]
+    assert coerce("anchor", "none", declarations(source)["anchor"][0]) == "none"
+    assert declarations("n: int = 1\nprint(n)") == {}
+    assert declarations("%matplotlib inline") == {}
+
+
+# --- the runner ---
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of two notebooks with a parameter file."""
+    folder = tmp_path / "notebooks here"
+    (folder / "params").mkdir(parents=True)
+    write_notebook(folder / "01_first.ipynb", [DECLARATIONS, CONFIG, TRAIN])
+    write_notebook(folder / "02_second.ipynb", [DECLARATIONS, CONFIG, "assert steps == 5, 'five steps'"])
+    (folder / "params" / "quick.yaml").write_text("all: {seed: 1}\n01_first: {lr: 1e-3, steps: 7}\n")
+    return folder
+
+
+def test_a_run_leaves_copies_reports_index_and_times(folder, tmp_path, capfd):
+    out = tmp_path / "out"
+    assert study.run(seed=3, force=True, out=out, notebooks=folder) == 0
+    config = json.loads((folder / "trained.json").read_text())  # kernels work in the notebooks' folder
+    assert (config["lr"], config["steps"], config["seed"], config["force"]) == (0.001, 7, 3, True)
+    assert config["results_dir"] == str(out)
+    printed = capfd.readouterr()
+    assert "[2/2] 02_second ok" in printed.out
+    assert printed.err == ""
+    for stem in ("01_first", "02_second"):
+        copy = (out / "notebooks" / f"{stem}.ipynb").read_text()
+        assert '"output_path": "' + stem in copy
+        assert stem in (out / "reports" / f"{stem}.html").read_text()
+        assert f'<a href="reports/{stem}.html">{stem}</a>' in (out / "index.html").read_text()
+        assert f"notebook {stem}," in (out / "tables" / "timing.csv").read_text()
+
+    # A failure afterwards: it is named, and nothing of the earlier run stays for it or for what comes later.
+    write_notebook(folder / "01_first.ipynb", [DECLARATIONS, CONFIG, "raise ValueError('no good')"])
+    assert study.run(out=out, notebooks=folder) == 1
+    assert "01_first FAILED" in (failure := capfd.readouterr().err)
+    assert "cell 4 (In [4]) raised ValueError: no good" in failure
+    assert not list(out.glob("reports/*")) and [p.name for p in out.glob("notebooks/*")] == [
+        "01_first.unfinished.ipynb"
+    ]
+    index = (out / "index.html").read_text()
+    assert "<td>01_first</td><td>FAILED</td>" in index and "<td>02_second</td><td>not run</td>" in index
+
+
+def test_a_kernel_that_dies_is_a_failure(folder, tmp_path, capfd):
+    write_notebook(folder / "01_first.ipynb", [DECLARATIONS, CONFIG, "import os\nos.kill(os.getpid(), 9)", "1"])
+    assert study.run(only="01", out=tmp_path / "out", notebooks=folder) == 1
+    assert "the kernel died in cell 4" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_an_interrupted_run_leaves_nothing_that_looks_whole(folder, tmp_path):
+    out = tmp_path / "out"
+    code = (
+        "import sys; from pathlib import Path; from jemlib import study\n"
+        "sys.exit(study.run(only='01', out=Path(sys.argv[1]), notebooks=Path(sys.argv[2])))"
+    )
+    write_notebook(
+        folder / "01_first.ipynb", [DECLARATIONS, CONFIG, "open('here', 'w').close()\nimport time; time.sleep(90)"]
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(out), str(folder)], stderr=subprocess.PIPE, text=True)
+    for _ in range(300):
+        if (folder / "here").exists():
+            break
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(timeout=60)
+    assert process.returncode == 130, messages
+    assert "interrupted" in messages
+    assert [p.name for p in out.rglob("01_first*")] == ["01_first.unfinished.ipynb"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("all: {sed: 1}", "quick.yaml, all: Unknown parameter 'sed': did you mean seed"),
+        ("01_frist: {seed: 1}", "quick.yaml: Unknown parameter '01_frist': did you mean 01_first"),
+        ("02_second: {stepz: 1}", "quick.yaml, 02_second: Unknown parameter 'stepz': did you mean steps"),
+        ("02_second: {steps: many}", "quick.yaml, 02_second: Parameter 'steps' must be int but is 'many'."),
+        ("all: [1", "quick.yaml is no valid parameter file"),
+    ],
+)
+def test_a_wrong_parameter_file_stops_everything_before_the_first_kernel(folder, tmp_path, text, message):
+    (folder / "params" / "quick.yaml").write_text(text)
+    with pytest.raises(ParameterError) as caught:
+        study.run(only="01", out=tmp_path / "out", notebooks=folder)
+    assert message in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_notebook_without_tagged_parameters_is_refused(folder, tmp_path):
+    write_notebook(folder / "02_second.ipynb", [DECLARATIONS, CONFIG], tagged=1)
+    with pytest.raises(ParameterError, match=r"02_second\.ipynb has no cell tagged 'parameters'"):
+        study.run(out=tmp_path / "out", notebooks=folder)
+
+
+def test_command_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(study, "run", lambda **options: (_ for _ in ()).throw(ValueError("There is no notebook '9'.")))
+    result = CliRunner().invoke(cli.main, ["run", "--only", "9"])
+    assert result.exit_code == 2
+    assert "There is no notebook '9'." in result.output
+    assert CliRunner().invoke(cli.main, ["run", "--profile", "slow"]).exit_code == 2
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, jemlib.cli; sys.exit(any(m in sys.modules for m in ('torch', 'papermill', 'pandas')))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
