@@ -5,7 +5,11 @@ Nothing here adds input noise, touches a global random stream or leaves a model 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +18,7 @@ from jemlib.data import Labelled
 from jemlib.energy import JEM
 from jemlib.objectives import cross_entropy
 from jemlib.sampler import SGLDHealth, frozen, sgld, uniform
+from jemlib.training import FitResult
 
 
 @torch.no_grad()
@@ -86,3 +91,72 @@ def samples_metrics(judge: JEM, samples: Labelled, reference: Tensor) -> dict[st
         "frechet": frechet_distance(found, reference),
         "n_frechet": len(found),
     }
+
+
+def validation(data: Labelled) -> Callable[[JEM], dict[str, float]]:
+    """What `fit` calls at its log points: accuracy and NLL on validation data, as val_accuracy and val_nll."""
+    return lambda model: {f"val_{name}": value for name, value in classification(model, data).items()}
+
+
+def assess(
+    result: FitResult, data: Labelled, judge: JEM, reference: Tensor, *, n_fresh: int, fresh_steps: int, seed: int
+) -> tuple[dict[str, float], Labelled | None]:
+    """One row of a method table: the classifier on `data`, and fresh class-conditional chains seen by the judge.
+
+    reference: features of the judge for real images. Returns (row, samples); a method that has no sampler has no
+    samples and nan in their columns. energy_gap is the mean over the last log_every iterations, nats.
+    """
+    last = result.history[-1]
+    row = {
+        "method": result.config.method,
+        "seed": result.config.seed,
+        "steps": result.config.n_iterations,
+        **classification(result.model, data),
+        "energy_data": last.get("energy_data", math.nan),
+        "energy_gap": last.get("energy_gap", math.nan),
+        "class_agreement": math.nan,
+        "frechet": math.nan,
+        "frechet_buffer": math.nan,
+        "n_frechet": n_fresh,
+        "status": result.status,
+    }
+    if result.buffer is None:
+        return row | {"n_frechet": 0}, None
+    y = torch.arange(n_fresh) % n_classes(result.model)
+    shape = tuple(data.x.shape[1:])
+    samples, _ = fresh_chains(result.model, result.config, y, shape, n_steps=fresh_steps, seed=seed)
+    samples = Labelled(samples, y)
+    stored = features(judge, result.buffer.x[:n_fresh].cpu())
+    row |= samples_metrics(judge, samples, reference)
+    return row | {"frechet_buffer": frechet_distance(stored, reference)}, samples
+
+
+def n_classes(model: JEM) -> int:
+    """Number of labels of a model, read off its last layer."""
+    return model.backbone[-1].out_features
+
+
+def stored_chains(result: FitResult) -> Labelled:
+    """The buffer's chains with the label each was drawn for; chains of p(x) get the model's own label."""
+    x, y = result.buffer.x.cpu(), result.buffer.y
+    return Labelled(x, predict(result.model, x).argmax(1) if y is None else y.cpu())
+
+
+def sampler_grid(
+    trained: Sequence[tuple[str, FitResult]], val: Labelled, judge: JEM, reference: Tensor, **options: int
+) -> pd.DataFrame:
+    """The grid that chooses a method's sampler: one row a run, judged on validation data alone.
+
+    trained: (name, result) pairs as `runs.train` returns them; options: as of `assess`. `chosen` marks, per method,
+    the run with the smallest Frechet distance of those that survived; where none did, the one that lasted longest.
+    """
+    rows = []
+    for name, result in trained:
+        row, _ = assess(result, val, judge, reference, **options)
+        sampler = {"step_size": result.config.step_size, "max_rms_step": result.config.max_rms_step}
+        rows.append(row | sampler | {"diverged_at": result.diverged_at, "run": name})
+    grid = pd.DataFrame(rows)
+    order = grid.assign(end=-grid["diverged_at"].fillna(math.inf)).sort_values(["end", "frechet"], kind="stable")
+    grid["chosen"] = grid.index.isin(order.groupby("method").head(1).index)
+    columns = ["method", "step_size", "max_rms_step", "chosen", "accuracy", "nll", "energy_gap", "class_agreement"]
+    return grid[[*columns, "frechet", "n_frechet", "steps", "seed", "status", "run"]]

@@ -158,6 +158,15 @@ class Store:
             raise ResultsError(f"{path} is missing: run the notebook that writes it first.")
         return pd.read_csv(path)
 
+    def read_table_or_reference(self, name: str) -> tuple[str, pd.DataFrame | None]:
+        """This run's table, else the reference run's, with where it came from; ("", None) where neither has it."""
+        import pandas as pd
+
+        for folder in (self.dir, repo_root() / "results" / "reference"):
+            if (path := folder / "tables" / f"{name}.csv").is_file():
+                return os.path.relpath(folder, repo_root()), pd.read_csv(path)
+        return "", None
+
     def figure(self, name: str, fig: Figure, alt: str) -> Image:
         """Write `figures/<notebook number>_<name>.png`, close `fig`, return the image with its alt text."""
         import matplotlib.pyplot as plt
