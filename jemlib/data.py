@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from filelock import FileLock
 from torch import Tensor
-from torchvision import datasets
 
 _REPO = Path(__file__).resolve().parents[1]
 _TIMEOUT_S = 30  #: without an answer for so long a download source is given up
@@ -90,6 +88,8 @@ def mnist(
     """
     if name not in _IDX_SHA256:
         raise DataError(f"no data set is called {name!r}; there are {', '.join(_IDX_SHA256)}")
+    from torchvision import datasets  # slow to import, and most of jemlib does without
+
     root = _idx_root(name, data_dir)
     kind = getattr(datasets, name)
     train, test = kind(str(root), train=True), kind(str(root), train=False)
@@ -182,6 +182,8 @@ def _fetch(name: str, target: Path) -> None:
 
 
 def _from_torchvision(name: str, folder: Path) -> Path:
+    from torchvision import datasets
+
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_TIMEOUT_S)  # torchvision sets none and would wait for ever
     try:

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 
-def mlp(n_classes: int, *, n_features: int = 2, width: int = 128, depth: int = 2, input_scale: float = 1.0) -> nn.Module:
+def mlp(
+    n_classes: int, *, n_features: int = 2, width: int = 128, depth: int = 2, input_scale: float = 1.0
+) -> nn.Module:
     """A multi-layer perceptron with SiLU: `depth` hidden layers of `width`; inputs are multiplied by input_scale."""
     layers: list[nn.Module] = [_Scale(input_scale)]
     for i in range(depth):
@@ -22,7 +24,7 @@ def conv_net(n_classes: int, *, channels: int = 1, size: int = 28, width: int = 
     Smooth activations matter here: the sampler follows the input gradient. The image enters as 2x2 blocks of pixels,
     because a convolution over few channels is the slowest part of the input gradient on a CPU.
     """
-    edge = -(-(-(-(size // 2) // 2)) // 2)  # each stride of 2 halves and rounds up
+    edge = (size // 2 + 3) // 4  # two strides of 2, each of which rounds up
     return nn.Sequential(
         nn.PixelUnshuffle(2),
         nn.Conv2d(4 * channels, width, 3, padding=1),

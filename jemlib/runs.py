@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+import pandas as pd
 import torch
 
+from jemlib import evaluation
 from jemlib.config import TrainConfig
-from jemlib.data import Dataset
+from jemlib.data import Dataset, Labelled
+from jemlib.energy import JEM
 from jemlib.results import ResultsError, Store, provenance
 from jemlib.training import FitResult, fit
 
@@ -56,6 +60,26 @@ def add_metrics(store: Store, name: str, metrics: dict[str, Any]) -> None:
     """Add evaluation results to a run's record; keys given before are replaced."""
     record = store.read_record(name)
     store.record(name, record | {"metrics": record.get("metrics", {}) | metrics})
+
+
+def method_table(
+    store: Store, dataset: Dataset, trained: Sequence[tuple[str, FitResult]], judge: JEM, **options: int
+) -> tuple[pd.DataFrame, dict[str, Labelled]]:
+    """The table of a methods' notebook: one row a run, on test data, each row added to the run's record.
+
+    trained: pairs as `train` returns them; options: as of `evaluation.assess`. Returns (table, method -> fresh
+    samples of its first seed).
+    """
+    reference = evaluation.features(judge, dataset.test.x)
+    rows, fresh = [], {}
+    for name, result in trained:
+        row, samples = evaluation.assess(result, dataset.test, judge, reference, **options)
+        add_metrics(store, name, row)
+        about = {"data_source": dataset.source, "network": f"{result.config.network}-{result.config.width}"}
+        rows.append(about | row | {"run": name})
+        if samples is not None:
+            fresh.setdefault(result.config.method, samples)
+    return pd.DataFrame(rows), fresh
 
 
 def peak_memory_mb() -> float:

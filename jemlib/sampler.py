@@ -239,7 +239,8 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict:
         """Everything a checkpoint needs; `from_state` is the inverse."""
-        return {"x": self.x.clone(), "y": None if self.y is None else self.y.clone(), "low": self.low, "high": self.high}
+        y = None if self.y is None else self.y.clone()
+        return {"x": self.x.clone(), "y": y, "low": self.low, "high": self.high}
 
     @classmethod
     def from_state(cls, state: dict, device: torch.device | str = "cpu") -> ReplayBuffer:

@@ -269,8 +269,4 @@ class _Run:
         """What `fit` returns, with the model in eval mode."""
         self.model.eval()
         end = {"seconds": self.seconds, "steps_done": self.steps_timed, "trained_now": trained_now}
-        return FitResult(
-            self.config, self.model, self.buffer, self.status, self.diverged_at, self.history, **end
-        )
-
-
+        return FitResult(self.config, self.model, self.buffer, self.status, self.diverged_at, self.history, **end)

@@ -1,0 +1,121 @@
+"""Figures of the image notebooks: sample grids and training curves; each returns (figure, alt text)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, MaxNLocator, StrMethodFormatter
+from torch import Tensor
+
+from jemlib.data import Labelled
+from jemlib.figures import METHOD_COLORS, METHOD_DASHES
+
+
+def sample_grid(samples: Mapping[str, Labelled], classes: Sequence[str], rows: int, title: str) -> tuple[Figure, str]:
+    """Class-conditional samples, a panel a method: columns are the classes asked for, rows are chains.
+
+    samples: method -> images (N, C, H, W) in [-1, 1] and the labels asked for.
+    """
+    columns = min(2, len(samples))
+    lines = -(-len(samples) // columns)
+    size = (0.42 * len(classes) * columns + 0.6, (0.42 * rows + 0.6) * lines + 0.5)
+    fig, axes = plt.subplots(lines, columns, figsize=size, squeeze=False)
+    for ax in axes.flat[len(samples) :]:
+        ax.set_visible(False)
+    for ax, (name, part) in zip(axes.flat, samples.items(), strict=False):
+        tiles = part.x.new_zeros(rows, len(classes), *part.x.shape[1:])  # mid-grey where a class has too few
+        for k in range(len(classes)):
+            found = part.x[part.y == k][:rows]
+            tiles[: len(found), k] = found
+        _tile(ax, tiles)
+        side = tiles.shape[-1]
+        ax.set_xticks([side * (k + 0.5) for k in range(len(classes))], classes)
+        ax.tick_params(length=0)
+        ax.set_yticks([])
+        ax.set_title(name, color=METHOD_COLORS[name], fontweight="bold")
+    fig.suptitle(title)
+    return fig, f"{title}. One panel a method ({', '.join(samples)}), one column a class, {rows} chains each."
+
+
+def chain_evolution(states: Tensor, steps: Sequence[int], classes: Sequence[str], title: str) -> tuple[Figure, str]:
+    """The same chains at several SGLD steps: columns are chains, one a class; rows are steps.
+
+    states: (len(steps), K, C, H, W) in [-1, 1].
+    """
+    fig, ax = plt.subplots(figsize=(0.55 * states.shape[1] + 1, 0.55 * len(steps) + 0.9))
+    _tile(ax, states)
+    side = states.shape[-1]
+    ax.set_xticks([side * (k + 0.5) for k in range(states.shape[1])], classes)
+    ax.set_yticks([side * (i + 0.5) for i in range(len(steps))], map(str, steps))
+    ax.tick_params(length=0)
+    ax.set(xlabel="class asked for", ylabel="SGLD steps", title=title)
+    return fig, f"{title}. One column a class; rows after {', '.join(map(str, steps))} steps."
+
+
+def _tile(ax: Axes, tiles: Tensor) -> None:
+    """Draw images (rows, columns, C, H, W) in [-1, 1] as one picture without gaps."""
+    rows, columns, channels, height, width = tiles.shape
+    picture = tiles.permute(0, 3, 1, 4, 2).reshape(rows * height, columns * width, channels)
+    picture = picture.clamp(-1, 1).add(1).div(2).squeeze(-1).numpy()
+    corners = (0, columns * width, rows * height, 0)
+    ax.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest", extent=corners)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    ax.grid(False)
+
+
+def energies(histories: Mapping[str, Sequence[pd.DataFrame]], title: str) -> tuple[Figure, str]:
+    """Mean energy of data and of samples through training, a panel a method; one line a seed.
+
+    histories: method -> one frame a seed, with columns step, energy_data, energy_samples (nats).
+    """
+    shown = {name: runs for name, runs in histories.items() if "energy_samples" in runs[0]}
+    fig, axes = plt.subplots(1, len(shown), figsize=(3 * len(shown), 3), squeeze=False, sharex=True)
+    for ax, (name, runs) in zip(axes[0], shown.items(), strict=True):
+        for i, run in enumerate(runs):
+            data, samples = ("data", "samples") if i == 0 else (None, None)
+            ax.plot(run["step"], run["energy_data"], color=METHOD_COLORS[name], label=data)
+            ax.plot(run["step"], run["energy_samples"], color="black", lw=1, ls=(0, (3, 1.5)), label=samples)
+        ax.set_title(name, color=METHOD_COLORS[name], fontweight="bold")
+        ax.set_xlabel("iteration")
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        # a diverging run leaves the range of the others by orders of magnitude
+        if max(run["energy_data"].abs().max() for run in runs) > 300:
+            ax.set_yscale("symlog", linthresh=10)
+    axes[0, 0].set_ylabel("mean energy E(x) (nats)")
+    axes[0, 0].legend(frameon=False)
+    fig.suptitle(title)
+    gaps = {name: f"{runs[0]['energy_gap'].iloc[-1]:.2g}" for name, runs in shown.items()}
+    said = ", ".join(f"{name} {gap}" for name, gap in gaps.items())
+    return fig, f"{title}. Last gap between samples and data, first seed, nats: {said}."
+
+
+def learning_curves(histories: Mapping[str, Sequence[pd.DataFrame]], title: str) -> tuple[Figure, str]:
+    """Validation error (share, log scale) and NLL (nats) through training; one line a seed, a colour a method."""
+    fig, axes = plt.subplots(1, 2, figsize=(10, 3.6))
+    for name, runs in histories.items():
+        for i, run in enumerate(runs):
+            if "val_accuracy" not in run:
+                continue
+            run = run.dropna(subset=["val_accuracy"])
+            axes[0].plot(run["step"], 1 - run["val_accuracy"], label=name if i == 0 else None, **line(name))
+            axes[1].plot(run["step"], run["val_nll"], **line(name))
+    for ax, label in zip(axes, ("validation error (share)", "validation NLL (nats)"), strict=True):
+        ax.set(yscale="log", xlabel="iteration", ylabel=label)
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.8)))
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    fig.suptitle(title)
+    ends = {name: runs[0].get("val_accuracy", pd.Series([float("nan")])).iloc[-1] for name, runs in histories.items()}
+    said = ", ".join(f"{name} {end:.3f}" for name, end in ends.items())
+    return fig, f"{title}. Last validation accuracy, first seed: {said}."
+
+
+def line(name: str) -> dict:
+    """Colour and dashes of a method's line, as keyword arguments of `Axes.plot`."""
+    return {"color": METHOD_COLORS[name], "dashes": METHOD_DASHES[name] or (None, None)}
