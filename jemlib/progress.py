@@ -8,7 +8,6 @@ import sys
 from tqdm import tqdm
 
 _SHOWN = ("nll", "energy_gap", "val_accuracy", "gradient_norm")
-_LINES = 4  #: lines that a run of any length leaves in a log or an executed notebook
 
 
 def a_person_watches() -> bool:
@@ -25,9 +24,10 @@ def a_person_watches() -> bool:
 class Progress:
     """Shows the steps of one run. The plain lines hold no times, so that two equal runs print the same."""
 
-    def __init__(self, label: str, total: int, start: int = 0):
+    def __init__(self, label: str, total: int, lines: int = 4, start: int = 0):
+        """lines: how many a run of any length leaves in a log or an executed notebook."""
         self.label, self.total = label, total
-        self.marks = {round(total * (i + 1) / _LINES) for i in range(_LINES)}
+        self.marks = {round(total * (i + 1) / lines) for i in range(lines)}
         self.last = start
         self.bar = None
         if a_person_watches():

@@ -75,7 +75,8 @@ def git_state() -> dict[str, Any]:
     top = git("rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != repo_root():
         return {"commit": None, "dirty": None}
-    changes = git("status", "--porcelain")
+    # what a run writes to results/ does not change what it computes
+    changes = git("status", "--porcelain", "--", ".", ":!results")
     return {"commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
 
 

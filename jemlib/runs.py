@@ -11,11 +11,12 @@ import pandas as pd
 import torch
 
 from jemlib import evaluation
+from jemlib.checkpoints import load_checkpoint
 from jemlib.config import TrainConfig
 from jemlib.data import Dataset, Labelled
 from jemlib.energy import JEM
-from jemlib.results import ResultsError, Store, provenance
-from jemlib.training import FitResult, fit
+from jemlib.results import ResultsError, Store, provenance, repo_root
+from jemlib.training import FitResult, build_model, fit, pick_device
 
 
 def train(store: Store, dataset: Dataset, config: TrainConfig, **options: Any) -> tuple[str, FitResult]:
@@ -41,6 +42,8 @@ def train(store: Store, dataset: Dataset, config: TrainConfig, **options: Any) -
             "temperature": config.temperature(),
             "data": {"name": dataset.name, "source": dataset.source, "checksum": dataset.checksum},
             "n_train": len(dataset.train.x),
+            "input_shape": list(dataset.train.x.shape[1:]),
+            "n_classes": len(dataset.classes),
             "parameters": sum(p.numel() for p in result.model.parameters()),
             "status": result.status,
             "diverged_at": result.diverged_at,
@@ -54,6 +57,21 @@ def train(store: Store, dataset: Dataset, config: TrainConfig, **options: Any) -
         row |= {"peak_memory_mb": peak_memory_mb(), "device": kept["device"], "threads": kept["threads"]}
         store.timing(row | {"precision": "float32"})
     return name, result
+
+
+def load_model(store: Store, name: str) -> JEM:
+    """The model of a run, from its record and checkpoint, in eval mode; ResultsError where one is missing.
+
+    Of a diverged run these are the weights of its last good checkpoint.
+    """
+    record, path = store.read_record(name), store.checkpoint_path(name)
+    if not path.is_file():
+        raise ResultsError(f"{path} is missing: run the notebook that trains it first.")
+    if "input_shape" not in record:
+        raise ResultsError(f"the record of {name} is of an earlier version: train it again.")
+    model = build_model(TrainConfig(**record["config"]), tuple(record["input_shape"]), record["n_classes"])
+    model.load_state_dict(load_checkpoint(path, mmap=True)["model"])
+    return model.eval().to(pick_device("auto"))
 
 
 def add_metrics(store: Store, name: str, metrics: dict[str, Any]) -> None:
@@ -80,6 +98,23 @@ def method_table(
         if samples is not None:
             fresh.setdefault(result.config.method, samples)
     return pd.DataFrame(rows), fresh
+
+
+def beside_published(results: pd.DataFrame) -> pd.DataFrame:
+    """Our rows (of `method_table`) above other systems' numbers: dataset, model, metric, value, source, note.
+
+    Ours say network, budget, data and status. A number that was not obtained says "not available".
+    """
+    published = pd.read_csv(repo_root() / "notebooks" / "published_numbers.csv")
+    published["value"] = published["value"].astype(object).where(published["value"].notna(), "not available")
+    rows = []
+    for row in results.to_dict("records"):
+        about = f"{row['steps']} iterations, {row['status']}; not comparable with the networks and budgets below"
+        rows.append({
+            "dataset": row["data_source"], "model": f"{row['network']} {row['method']}, seed {row['seed']}",
+            "metric": "accuracy", "value": round(100 * row["accuracy"], 2), "source": "this run", "note": about,
+        })  # fmt: skip
+    return pd.concat([pd.DataFrame(rows).astype(object), published.fillna("")], ignore_index=True)
 
 
 def peak_memory_mb() -> float:

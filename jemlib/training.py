@@ -20,6 +20,7 @@ from jemlib.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
 from jemlib.config import TrainConfig, learning_rate, sampler_options
 from jemlib.data import Labelled
 from jemlib.energy import JEM, energy_from_logits
+from jemlib.images import augment
 from jemlib.progress import Progress
 from jemlib.sampler import ReplayBuffer, SGLDHealth, sgld
 
@@ -51,6 +52,9 @@ def build_model(config: TrainConfig, shape: tuple[int, ...], n_classes: int) -> 
         if config.network == "mlp":
             options = {"width": config.width, "depth": config.depth, "input_scale": config.input_scale}
             return JEM(nets.mlp(n_classes, n_features=shape[0], **options))
+        if config.network == "wide_resnet":
+            options = {"channels": shape[0], "depth": config.depth, "width": config.width}
+            return JEM(nets.wide_resnet(n_classes, **options))
         options = {"channels": shape[0], "size": shape[1], "width": config.width, "features": config.features}
         return JEM(nets.conv_net(n_classes, **options))
 
@@ -74,13 +78,15 @@ def fit(
     evaluate: Callable[[JEM], dict[str, float]] | None = None,
     proposals: Tensor | None = None,
     label: str = "",
+    lines: int = 4,
 ) -> FitResult:
     """Train a model by `config` on `train`, resuming from `checkpoint` where it holds the same run.
 
     checkpoint: file to write (None: keep nothing); one that is finished is returned without training unless `force`.
     evaluate: called with the model at every log point; its numbers join the history. proposals: (M, ...) fixed
-    negatives in place of a sampler; every point of a grid makes the weighted estimator exact. Raises ValueError
-    for data outside [-1, 1] or too few of them, CheckpointError for a checkpoint of another run.
+    negatives in place of a sampler; every point of a grid makes the weighted estimator exact. lines: of progress
+    that a log keeps. Raises ValueError for data outside [-1, 1] or too few of them, CheckpointError for a checkpoint
+    of another run.
     """
     if len(train.x) < config.batch_size:
         raise ValueError(f"batch_size {config.batch_size} is larger than the {len(train.x)} training data")
@@ -94,12 +100,12 @@ def fit(
         run.load(load_checkpoint(checkpoint), checkpoint)
         resumed = True
     if run.status != "running":
-        Progress(label or config.method, config.n_iterations).replay(run.history, run.status)
+        Progress(label or config.method, config.n_iterations, lines).replay(run.history, run.status)
         return run.result(trained_now=False)
     last_good = run.state()
     if checkpoint is not None and not resumed:
         save_checkpoint(checkpoint, last_good)
-    with Progress(label or config.method, config.n_iterations, start=run.step) as progress:
+    with Progress(label or config.method, config.n_iterations, lines, start=run.step) as progress:
         while run.step < config.n_iterations:
             started = time.perf_counter()
             alive = run.iterate()
@@ -159,18 +165,26 @@ class _Run:
         self.history: list[dict[str, float]] = []
         self.sums: dict[str, Tensor] = {}
 
-    def next_batch(self) -> Labelled:
-        """The next mini-batch of a shuffled pass; the rest that fills no batch joins no step."""
+    def next_batch(self) -> tuple[Labelled, Tensor | None]:
+        """The next mini-batch of a shuffled pass; the rest that fills no batch joins no step.
+
+        Returns (batch, what the classifier sees in its place: augmented inputs where the other terms take plain ones).
+        """
         if self.position + self.config.batch_size > len(self.order):
             self.order = torch.randperm(len(self.train.x), generator=self.rng_data, device=self.device)
             self.position = 0
         index = self.order[self.position : self.position + self.config.batch_size]
         self.position += self.config.batch_size
         x, y = self.train.x[index], self.train.y[index]
+        # the same draws for every method, so that all see the same augmented images
+        augmented = None if self.config.augment == "none" else augment(x, self.rng_data)
         if self.config.input_noise:
             noise = torch.empty_like(x).normal_(std=self.config.input_noise, generator=self.rng_data)
             x = (x + noise).clamp(-1, 1)
-        return Labelled(x, y)
+            augmented = None if augmented is None else (augmented + noise).clamp(-1, 1)
+        if augmented is None or (self.config.augment == "classifier" and self.method.samples):
+            return Labelled(x, y), augmented
+        return Labelled(augmented, y), None
 
     def negatives(self) -> tuple[Tensor, Tensor | None, SGLDHealth | None]:
         """Samples, their labels and the sampler's health: the fixed proposals, or chains moved by SGLD."""
@@ -188,15 +202,17 @@ class _Run:
         config, device = self.config, self.device
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.step)
-        batch = self.next_batch()
+        batch, x_class = self.next_batch()
         x_neg = y_neg = health = None
         if self.method.samples:
             x_neg, y_neg, health = self.negatives()
         self.model.train()
-        logits = self.model.logits(batch.x if x_neg is None else torch.cat([batch.x, x_neg]))
-        f_pos = logits[: len(batch.x)]
-        f_neg = None if x_neg is None else logits[len(batch.x) :]
-        loss, metrics = objectives.loss(self.method, f_pos, batch.y, f_neg, y_neg)
+        # one forward pass over data, samples and the classifier's own view of the data, where there is one
+        parts = {"f_pos": batch.x, "f_neg": x_neg, "f_class": x_class if self.method.classify else None}
+        parts = {name: x for name, x in parts.items() if x is not None}
+        logits = self.model.logits(torch.cat(list(parts.values())))
+        split = dict(zip(parts, logits.split([len(x) for x in parts.values()]), strict=True))
+        loss, metrics = objectives.loss(self.method, y_pos=batch.y, y_neg=y_neg, **split)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])

@@ -97,7 +97,7 @@ def test_fit_leaves_global_randomness_alone(blobs):
 
 def test_all_methods_see_the_same_data_in_the_same_order(blobs):
     orders = [training._Run(small(method), blobs, 2, "", None) for method in ("softmax", "jem", "st_jem")]
-    batches = [[run.next_batch().x for _ in range(20)] for run in orders]
+    batches = [[run.next_batch()[0].x for _ in range(20)] for run in orders]
     assert same(batches[0], batches[1]) and same(batches[0], batches[2])
 
 

@@ -1,0 +1,163 @@
+"""Image files as tensors: folders and archives of train/<class>/*.png|jpg, decoded once and kept in a cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import struct
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from jemlib.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
+from jemlib.data import DataError, Labelled, cache_dir, writable
+
+_SUFFIXES = (".png", ".jpg", ".jpeg")
+_FORMAT = 1  # of the cache; another decoding or order needs another number
+
+
+class Decoded(NamedTuple):
+    """Images of both parts as bytes (N, 3, S, S), each part in a fixed order that mixes its classes."""
+
+    train: Labelled
+    test: Labelled | None
+    classes: tuple[str, ...]
+    checksum: str
+    jpeg: bool  #: whether every file was a JPEG
+
+
+def decoded_images(source: Path, size: int) -> Decoded:
+    """The images of a folder or archive, scaled to a size; read from the cache where the files are still the same.
+
+    A part's images stand in a fixed random order that mixes its classes. Raises DataError, naming the file.
+    """
+    source = source.resolve()
+    listing = [_stamp(source)] if source.is_file() else [_stamp(path) for path in _files(source)]
+    key = hashlib.sha256(json.dumps([_FORMAT, str(source), size, listing]).encode()).hexdigest()
+    if not writable(cache_dir()):
+        return _decode_all(source, size)
+    place = hashlib.sha256(f"{source}:{size}".encode()).hexdigest()[:12]
+    path = cache_dir() / f"images-{place}.pt"
+    with FileLock(str(path.with_suffix(".lock"))):
+        with contextlib.suppress(CheckpointError):
+            state = load_checkpoint(path, mmap=True) if path.exists() else {}
+            if state.get("key") == key:
+                return _from_state(state)
+        print(f"decoding the images of {source.name} once ...", flush=True)
+        decoded = _decode_all(source, size)
+        test = decoded.test or Labelled(None, None)
+        state = decoded._asdict() | {"train": tuple(decoded.train), "test": tuple(test), "key": key}
+        save_checkpoint(path, state)
+    return decoded
+
+
+def _from_state(state: dict) -> Decoded:
+    train, test = (None if part[0] is None else Labelled(*part) for part in (state["train"], state["test"]))
+    return Decoded(train, test, state["classes"], state["checksum"], state["jpeg"])
+
+
+def _stamp(path: Path) -> tuple[str, int, int]:
+    found = path.stat()
+    return str(path), found.st_size, found.st_mtime_ns
+
+
+def _files(folder: Path) -> list[Path]:
+    """The image files folder/{train,test}/<class>/*, in the order of their paths."""
+    if not (folder / "train").is_dir():
+        raise DataError(f"{folder} has no folder train/ with a folder of images for each class")
+    found = []
+    for part in ("train", "test"):
+        for path, _, names in sorted(os.walk(folder / part, followlinks=True)):
+            if Path(path).parent == folder / part:
+                found += [Path(path, name) for name in sorted(names) if _is_image(name)]
+    return found
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
+
+
+def _entries(source: Path) -> Iterator[tuple[str, str, str, bytes]]:
+    """(part, class, file name, content) of every image file; an archive is read in memory, nothing is unpacked."""
+    if source.is_dir():
+        for path in _files(source):
+            yield *path.parts[-3:], path.read_bytes()
+        return
+    try:
+        with tarfile.open(source) as archive:
+            for member in archive:
+                parts = member.name.split("/")[-3:]
+                if member.isfile() and len(parts) == 3 and parts[0] in ("train", "test") and _is_image(parts[2]):
+                    yield *parts, archive.extractfile(member).read()
+    except (OSError, EOFError, tarfile.TarError) as error:
+        raise DataError(f"{source} is damaged ({error}): replace or remove it") from error
+
+
+def _decode_all(source: Path, size: int) -> Decoded:
+    parts: dict[str, list[tuple[str, str, Tensor]]] = {"train": [], "test": []}
+    sums = {}
+    for part, label, name, content in _entries(source):
+        file = f"{part}/{label}/{name}"
+        try:
+            parts[part].append((label, name, decode(content, size)))
+        except (OSError, EOFError, SyntaxError, ValueError, RuntimeError, struct.error) as error:
+            raise DataError(f"{source / file} cannot be read as an image: replace or remove it") from error
+        sums[file] = hashlib.sha256(content).hexdigest()
+    classes = tuple(sorted({label for label, _, _ in parts["train"]}))
+    if len(classes) < 2:
+        raise DataError(f"{source} needs images of at least two classes, train/<class>/*.png or *.jpg")
+    if strange := {label for label, _, _ in parts["test"]} - set(classes):
+        raise DataError(f"{source} has test images of classes without training images: {', '.join(sorted(strange))}")
+    train, test = (_mixed(part, classes) if part else None for part in parts.values())
+    checksum = hashlib.sha256(json.dumps([size, sorted(sums.items())]).encode()).hexdigest()[:12]
+    return Decoded(train, test, classes, checksum, not any(file.lower().endswith(".png") for file in sums))
+
+
+def _mixed(part: list[tuple[str, str, Tensor]], classes: tuple[str, ...]) -> Labelled:
+    """Files sorted by class in a fixed random order in which every stretch holds each class in its share."""
+    part = sorted(part, key=lambda entry: entry[:2])  # an archive may come in any order
+    y = np.array([classes.index(label) for label, _, _ in part])
+    rng = np.random.default_rng(0)
+    place = np.empty(len(y))
+    for label in np.unique(y):
+        n = int((y == label).sum())
+        place[y == label] = (rng.permutation(n) + rng.random(n)) / n
+    order = np.argsort(place, kind="stable")
+    return Labelled(torch.stack([part[i][2] for i in order]), torch.from_numpy(y[order]))
+
+
+def decode(content: bytes, size: int) -> Tensor:
+    """An image file as RGB bytes (3, size, size): scaled along its shorter edge, cropped in the middle.
+
+    Transparency is laid on white, 16-bit grey keeps its upper bits, a camera's orientation is applied. Raises what
+    PIL raises for a file that is no whole image.
+    """
+    from PIL import Image, ImageOps
+
+    if content[:2] == b"\xff\xd8" and len(content) <= 3 * size * size:  # a small JPEG: the same decoder without PIL
+        from torchvision.io import ImageReadMode, decode_jpeg
+
+        with contextlib.suppress(RuntimeError):  # PIL says what is wrong
+            data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            pixels = decode_jpeg(data, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+            if pixels.shape[1:] == (size, size):
+                return pixels
+    with Image.open(io.BytesIO(content)) as image:
+        image.draft("RGB", (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
+        upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I"):  # 16 bits, which PIL would clip at 255
+        upright = Image.fromarray((np.asarray(upright) // 257).astype(np.uint8))
+    elif upright.has_transparency_data:
+        upright = upright.convert("RGBA")
+        upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
+    fitted = ImageOps.fit(upright.convert("RGB"), (size, size), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).contiguous()

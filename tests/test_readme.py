@@ -1,0 +1,37 @@
+"""The README says what the reference results say, and what it promises exists."""
+
+import re
+
+import pandas as pd
+import pytest
+
+from jemlib import readme
+from jemlib.results import repo_root
+
+ROOT = repo_root()
+
+
+def test_the_numbers_are_those_of_the_reference_run(tmp_path):
+    copy = tmp_path / "README.md"
+    copy.write_text((ROOT / "README.md").read_text())
+    assert not readme.update(copy), "run `python -m jemlib readme`"
+
+
+def test_a_changed_table_changes_the_readme(tmp_path):
+    table = {"dataset": ["rings"] * 2, "method": "jem", "seed": [0, 1], "kl_nats": [0.1, 0.3]}
+    table |= {"kl_to_optimum": None, "mi_nats": 1.0, "status": ["ok", "diverged at step 9"]}
+    (tmp_path / "tables").mkdir()
+    pd.DataFrame(table).to_csv(tmp_path / "tables" / "toy_methods.csv", index=False)
+    text = readme.render(tmp_path)
+    assert "| rings | jem | 0.200 ± 0.14 | – | 1 ± 0 | 2 | 1 ok, 1 diverged at step 9 |" in text
+    with pytest.raises(ValueError, match="lacks the lines"):
+        (tmp_path / "README.md").write_text("no markers")
+        readme.update(tmp_path / "README.md", tmp_path)
+
+
+def test_links_and_pictures_exist():
+    text = (ROOT / "README.md").read_text()
+    targets = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
+    assert targets
+    for target in targets:
+        assert (ROOT / target).exists(), target
