@@ -13,6 +13,7 @@ from jemlib import evaluation, runs, toy_runs
 from jemlib.config import TrainConfig
 from jemlib.data import Dataset
 from jemlib.energy import JEM
+from jemlib.parallel import Task, train_all
 from jemlib.results import Store
 from jemlib.training import FitResult
 
@@ -67,28 +68,43 @@ def _row(arm: str, setting: str, dataset: Dataset, name: str, result: FitResult)
 
 
 def toy(
-    store: Store, data: Dataset, cells: Sequence[tuple[str, str, TrainConfig]], grid: int, force: bool
+    store: Store, data: Dataset, cells: Sequence[tuple[str, str, TrainConfig]], grid: int, **options: Any
 ) -> pd.DataFrame:
-    """Train every cell on a toy distribution; one row a run, with exact KL(p_data || p) in nats."""
+    """Train every cell on a toy distribution; one row a run, with exact KL(p_data || p) in nats.
+
+    options: as of `parallel.train_all`.
+    """
+    scored = [toy_runs.reference(data.name, config.method, config, grid) for _, _, config in cells]
+    tasks = [
+        Task(data, config, {"evaluate": reference.score, "lines": 1})
+        for (_, _, config), reference in zip(cells, scored, strict=True)
+    ]
     rows = []
-    for arm, setting, config in cells:
-        scored = toy_runs.reference(data.name, config.method, config, grid)
-        name, result = runs.train(store, data, config, evaluate=scored.score, force=force, lines=1)
-        scores = {key: scored.score(result.model)[key] for key in ("kl_nats", "kl_to_optimum")}
+    trained = train_all(store, tasks, **options)
+    for (arm, setting, _), reference, (name, result) in zip(cells, scored, trained, strict=True):
+        scores = {key: reference.score(result.model)[key] for key in ("kl_nats", "kl_to_optimum")}
         runs.add_metrics(store, name, scores)
         rows.append(_row(arm, setting, data, name, result) | scores)
     return pd.DataFrame(rows)
 
 
 def images(
-    store: Store, data: Dataset, cells: Sequence[tuple[str, str, TrainConfig]], judge: JEM, force: bool, **options: int
+    store: Store,
+    data: Dataset,
+    cells: Sequence[tuple[str, str, TrainConfig]],
+    judge: JEM,
+    assessment: dict[str, int],
+    **options: Any,
 ) -> pd.DataFrame:
-    """Train every cell on images; one row a run, fresh chains seen by the judge. options: as of `evaluation.assess`."""
+    """Train every cell on images; one row a run, fresh chains seen by the judge.
+
+    assessment: options of `evaluation.assess`; options: as of `parallel.train_all`.
+    """
     reference = evaluation.features(judge, data.test.x)
+    trained = train_all(store, [Task(data, config, {"lines": 1}) for _, _, config in cells], **options)
     rows = []
-    for arm, setting, config in cells:
-        name, result = runs.train(store, data, config, force=force, lines=1)
-        seen, _ = evaluation.assess(result, data.test, judge, reference, **options)
+    for (arm, setting, _), (name, result) in zip(cells, trained, strict=True):
+        seen, _ = evaluation.assess(result, data.test, judge, reference, **assessment)
         seen = {key: seen[key] for key in ("class_agreement", "frechet", "n_frechet")}
         runs.add_metrics(store, name, seen)
         rows.append(_row(arm, setting, data, name, result) | seen)

@@ -111,7 +111,8 @@ def table(trained: Sequence[Trained], n_bins: int = 15) -> tuple[pd.DataFrame, p
     """
     rows, curves = [], []
     for one in trained:
-        (val, y_val), (test, y) = ((predict(one.model, part.x), part.y) for part in (one.dataset.val, one.dataset.test))
+        val, test = (predict(one.model, part.x, batch=100) for part in (one.dataset.val, one.dataset.test))
+        y_val, y = one.dataset.val.y, one.dataset.test.y
         for scaling, temperature in {"none": 1.0, "temperature": fit_temperature(val, y_val)}.items():
             measured = metrics(test, y, temperature, n_bins)
             rows.append(one.row() | {"scaling": scaling} | measured | {"n_val": len(y_val), "run": one.run})

@@ -29,7 +29,7 @@ SCORES = {
 }
 
 
-def scores(model: JEM, x: Tensor, names: Sequence[str] = tuple(SCORES), batch: int = 250) -> dict[str, Tensor]:
+def scores(model: JEM, x: Tensor, names: Sequence[str] = tuple(SCORES), batch: int = 100) -> dict[str, Tensor]:
     """Scores (N,) float64 of inputs x (N, ...), on the CPU; nats, the gradient's norm in nats per unit of x.
 
     max_prob is the logarithm of max p(y given x), which ranks alike and does not round to 1 where p does. Each input
@@ -115,8 +115,8 @@ def table(
     rows, values = [], {}
     for one in trained:
         test = one.dataset.test.x[: n or None]
-        sets = {one.dataset.name: test, **ood[one.dataset.name]}
-        found = values[one.name] = {name: scores(one.model, x) for name, x in sets.items() if isinstance(x, Tensor)}
+        found = values[one.name] = {one.dataset.name: scores(one.model, test)}
+        found |= {name: scores(one.model, x) for name, x in ood[one.dataset.name].items() if isinstance(x, Tensor)}
         for name, x in ood[one.dataset.name].items():
             for score in SCORES:
                 about = one.row() | {"in_dataset": one.dataset.name, "ood_dataset": name, "score": score}

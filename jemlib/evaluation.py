@@ -5,6 +5,7 @@ Nothing here adds input noise, touches a global random stream or leaves a model 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -95,7 +96,11 @@ def samples_metrics(judge: JEM, samples: Labelled, reference: Tensor) -> dict[st
 
 def validation(data: Labelled) -> Callable[[JEM], dict[str, float]]:
     """What `fit` calls at its log points: accuracy and NLL on validation data, as val_accuracy and val_nll."""
-    return lambda model: {f"val_{name}": value for name, value in classification(model, data).items()}
+    return functools.partial(_validate, data)
+
+
+def _validate(data: Labelled, model: JEM) -> dict[str, float]:
+    return {f"val_{name}": value for name, value in classification(model, data).items()}
 
 
 def assess(

@@ -143,21 +143,16 @@ def decode(content: bytes, size: int) -> Tensor:
     """
     from PIL import Image, ImageOps
 
-    if content[:2] == b"\xff\xd8" and len(content) <= 3 * size * size:  # a small JPEG: the same decoder without PIL
-        from torchvision.io import ImageReadMode, decode_jpeg
-
-        with contextlib.suppress(RuntimeError):  # PIL says what is wrong
-            data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            pixels = decode_jpeg(data, mode=ImageReadMode.RGB, apply_exif_orientation=True)
-            if pixels.shape[1:] == (size, size):
-                return pixels
     with Image.open(io.BytesIO(content)) as image:
         image.draft("RGB", (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
-        upright = ImageOps.exif_transpose(image)
-    if upright.mode.startswith("I"):  # 16 bits, which PIL would clip at 255
-        upright = Image.fromarray((np.asarray(upright) // 257).astype(np.uint8))
-    elif upright.has_transparency_data:
-        upright = upright.convert("RGBA")
-        upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
-    fitted = ImageOps.fit(upright.convert("RGB"), (size, size), Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).contiguous()
+        ImageOps.exif_transpose(image, in_place=True)
+        image.load()
+    if image.mode.startswith("I"):  # 16 bits, which PIL would clip at 255
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    elif image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    rgb = image if image.mode == "RGB" else image.convert("RGB")
+    if rgb.size != (size, size):
+        rgb = ImageOps.fit(rgb, (size, size), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()

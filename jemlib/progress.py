@@ -13,10 +13,10 @@ _SHOWN = ("nll", "energy_gap", "val_accuracy", "gradient_norm")
 def a_person_watches() -> bool:
     """Whether output is seen live: a terminal, or a kernel that a Jupyter server (not papermill) started.
 
-    JEMLIB_PROGRESS=bar or =lines overrides.
+    JEMLIB_PROGRESS=bar, =lines or =none (not even lines) overrides.
     """
     wish = os.environ.get("JEMLIB_PROGRESS")
-    if wish in ("bar", "lines"):
+    if wish in ("bar", "lines", "none"):
         return wish == "bar"
     return sys.stderr.isatty() or "JPY_SESSION_NAME" in os.environ
 
@@ -46,7 +46,7 @@ class Progress:
         if self.bar is not None:
             self.bar.update(step - self.last)
             self.bar.set_postfix({name: f"{value:.3g}" for name, value in shown.items()})
-        elif any(self.last < mark <= step for mark in self.marks):
+        elif os.environ.get("JEMLIB_PROGRESS") != "none" and any(self.last < mark <= step for mark in self.marks):
             print(f"{self.label}: step {step}/{self.total}", *(f"{k} {v:.3g}" for k, v in shown.items()), sep="  ")
         self.last = step
 

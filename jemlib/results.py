@@ -212,6 +212,10 @@ class Store:
         write_atomic(path, (text + "\n").encode())
         return path
 
+    def has_record(self, name: str) -> bool:
+        """Whether `runs/<name>.json` is there."""
+        return (self.dir / "runs" / f"{name}.json").is_file()
+
     def read_record(self, name: str) -> dict[str, Any]:
         """Read `runs/<name>.json`, non-finite numbers restored; `ResultsError` when it is missing."""
         path = self.dir / "runs" / f"{name}.json"

@@ -19,13 +19,18 @@ from jemlib.results import ResultsError, Store, provenance, repo_root
 from jemlib.training import FitResult, build_model, fit, pick_device
 
 
+def run_name(dataset: Dataset, config: TrainConfig) -> str:
+    """The name of a run: data, method, seed, and the hash of its config and data."""
+    return f"{dataset.name}-{config.method}-s{config.seed}-{config.hash(dataset.id)}"
+
+
 def train(store: Store, dataset: Dataset, config: TrainConfig, **options: Any) -> tuple[str, FitResult]:
     """`training.fit` on a data set's training part, with checkpoint and record in the store.
 
     Returns (name of the run, result). The name holds the config's hash, so runs of other settings never overwrite
     each other; a finished run is read, not trained again (force=True trains it). options: as of `fit`.
     """
-    name = f"{dataset.name}-{config.method}-s{config.seed}-{config.hash(dataset.id)}"
+    name = run_name(dataset, config)
     path = store.checkpoint_path(name)
     options |= {"checkpoint": path, "data_id": dataset.id, "label": f"{config.method} seed {config.seed}"}
     result = fit(config, dataset.train, len(dataset.classes), **options)

@@ -16,6 +16,7 @@ from jemlib.config import TrainConfig
 from jemlib.data import Dataset, Labelled
 from jemlib.energy import JEM
 from jemlib.exact import Space
+from jemlib.parallel import Task, train_all
 from jemlib.results import Store
 from jemlib.toy import Toy
 from jemlib.training import FitResult
@@ -103,35 +104,38 @@ def reference(name: str, method: str, config: TrainConfig, n: int) -> Reference:
     return Reference(space, log_data, exact.predicted(objective, log_data, space.log_mass, sampler), free_labels)
 
 
-def train(
-    store: Store, data: Dataset, method: str, config: dict[str, Any], *, grid: int, oracle_grid: int, force: bool
-) -> ToyRun:
-    """Train one method on one data set, or read the finished run; config: of `TrainConfig`, the method aside."""
-    oracle = method == ORACLE
-    settings = TrainConfig(method=_ORACLE_METHOD if oracle else method, **config)
-    scored = reference(data.name, method, settings, grid)
-    options: dict[str, Any] = {"evaluate": scored.score, "force": force, "lines": 1}
-    named = data
-    if oracle:
-        options["proposals"] = Space.grid(oracle_grid).points.float()
-        named = dataclasses.replace(data, name=f"{data.name}-{ORACLE}")  # another run than its method's own
-    name, result = runs.train(store, named, settings, **options)
-    scores = scored.score(result.model)
-    runs.add_metrics(store, name, scores)
-    return ToyRun(data.name, method, settings.seed, result, scored, scores)
-
-
 def sweep(
     store: Store,
     datasets: Iterable[Dataset],
     methods: Iterable[str],
     seeds: Iterable[int],
     config: dict[str, Any],
+    *,
+    grid: int,
+    oracle_grid: int,
     **options: Any,
 ) -> list[ToyRun]:
-    """Train every method on every data set with every seed, all with the same settings."""
-    cells = [(data, method, seed) for data in datasets for method in methods for seed in seeds]
-    return [train(store, data, method, config | {"seed": seed}, **options) for data, method, seed in cells]
+    """Train every method on every data set with every seed, all with the same settings, or read finished runs.
+
+    config: of `TrainConfig`, method and seed aside; grid, oracle_grid: cells a side for scores and for the oracle's
+    log Z; options: as of `parallel.train_all`.
+    """
+    tasks, scored = [], []
+    for data, method, seed in ((data, method, seed) for data in datasets for method in methods for seed in seeds):
+        oracle = method == ORACLE
+        settings = TrainConfig(method=_ORACLE_METHOD if oracle else method, **(config | {"seed": seed}))
+        scored.append((data.name, method, reference(data.name, method, settings, grid)))
+        extra: dict[str, Any] = {"evaluate": scored[-1][-1].score, "lines": 1}
+        if oracle:
+            extra["proposals"] = Space.grid(oracle_grid).points.float()
+            data = dataclasses.replace(data, name=f"{data.name}-{ORACLE}")  # another run than its method's own
+        tasks.append(Task(data, settings, extra))
+    found = []
+    for (dataset, method, exact_for), (name, result) in zip(scored, train_all(store, tasks, **options), strict=True):
+        scores = exact_for.score(result.model)
+        runs.add_metrics(store, name, scores)
+        found.append(ToyRun(dataset, method, result.config.seed, result, exact_for, scores))
+    return found
 
 
 def table(found: Iterable[ToyRun]) -> pd.DataFrame:

@@ -48,12 +48,12 @@ def test_a_cell_run_alone_gives_the_same_numbers(tmp_path):
     data = toy_runs.dataset("rings", 200, 0)
     chosen = ablation.settings("base; n_steps=0")
     whole = ablation.toy(
-        Store(tmp_path / "a", "04_x"), data, ablation.configs(BASE, ablation.ARMS, chosen, [0, 1]), 16, False
+        Store(tmp_path / "a", "04_x"), data, ablation.configs(BASE, ablation.ARMS, chosen, [0, 1]), 16, workers=1
     )
     assert len(whole) == 5 * 2 * 2
     row = whole.iloc[13]
     again = ablation.configs(BASE, [row["arm"]], ablation.settings(row["setting"]), [row["seed"]])
-    alone = ablation.toy(Store(tmp_path / "b", "04_x"), data, again, 16, False)
+    alone = ablation.toy(Store(tmp_path / "b", "04_x"), data, again, 16, workers=1)
     pd.testing.assert_series_equal(alone.iloc[0], row, check_names=False)
 
 
