@@ -23,7 +23,7 @@ from jemlib.training import FitResult
 
 
 @torch.no_grad()
-def predict(model: nn.Module, x: Tensor, batch: int = 1000) -> Tensor:
+def predict(model: nn.Module, x: Tensor, batch: int = 250) -> Tensor:
     """Logits (N, K) of inputs (N, ...) in eval mode, on the CPU."""
     device = next(model.parameters()).device
     with frozen(model):
@@ -61,7 +61,7 @@ def class_agreement(judge: JEM, x: Tensor, y: Tensor) -> float:
 
 
 @torch.no_grad()
-def features(judge: JEM, x: Tensor, batch: int = 1000) -> Tensor:
+def features(judge: JEM, x: Tensor, batch: int = 250) -> Tensor:
     """Inputs of the judge's last layer, (N, F) float64 on the CPU, for inputs (N, ...)."""
     return predict(judge.backbone[:-1], x, batch).double()
 
@@ -85,12 +85,16 @@ def frechet_distance(a: Tensor, b: Tensor) -> float:
 
 
 def samples_metrics(judge: JEM, samples: Labelled, reference: Tensor) -> dict[str, float]:
-    """Class agreement and Frechet distance of labelled samples to reference features (M, F), with their number."""
+    """Class agreement and Frechet distance of labelled samples to reference features (M, F), with their number.
+
+    The distance is nan, of 0 samples, where there are too few on either side to have one.
+    """
     found = features(judge, samples.x)
+    enough = min(len(found), len(reference)) > reference.shape[1]
     return {
         "class_agreement": class_agreement(judge, samples.x, samples.y),
-        "frechet": frechet_distance(found, reference),
-        "n_frechet": len(found),
+        "frechet": frechet_distance(found, reference) if enough else math.nan,
+        "n_frechet": len(found) if enough else 0,
     }
 
 
@@ -131,9 +135,11 @@ def assess(
     shape = tuple(data.x.shape[1:])
     samples, _ = fresh_chains(result.model, result.config, y, shape, n_steps=fresh_steps, seed=seed)
     samples = Labelled(samples, y)
-    stored = features(judge, result.buffer.x[:n_fresh].cpu())
     row |= samples_metrics(judge, samples, reference)
-    return row | {"frechet_buffer": frechet_distance(stored, reference)}, samples
+    stored = features(judge, result.buffer.x[:n_fresh].cpu())
+    if row["n_frechet"] and len(stored) > stored.shape[1]:
+        row["frechet_buffer"] = frechet_distance(stored, reference)
+    return row, samples
 
 
 def n_classes(model: JEM) -> int:

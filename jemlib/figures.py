@@ -22,7 +22,7 @@ METHOD_COLORS: dict[str, str] = {
     "st_jem_own": _COLORS[9],
     "st_jem_none": _COLORS[2],
     "st_jem_plain": _COLORS[4],
-    "st_jem_mi": _COLORS[6],
+    "st_jem_mi": _COLORS[5],
     "oracle": "#000000",
 }
 _DASHES: list[tuple[float, ...] | str] = ["", (1, 1), (4, 1), "", (5, 2), (3, 1, 1, 1), (2, 1), (6, 1), ""]

@@ -15,10 +15,13 @@ from jemlib.data import Labelled
 from jemlib.figures import METHOD_COLORS, METHOD_DASHES
 
 
-def sample_grid(samples: Mapping[str, Labelled], classes: Sequence[str], rows: int, title: str) -> tuple[Figure, str]:
+def sample_grid(
+    samples: Mapping[str, Labelled], classes: Sequence[str], rows: int, title: str, endings: Mapping[str, str]
+) -> tuple[Figure, str]:
     """Class-conditional samples, a panel a method: columns are the classes asked for, rows are chains.
 
-    samples: method -> images (N, C, H, W) in [-1, 1] and the labels asked for.
+    samples: method -> images (N, C, H, W) in [-1, 1] and the labels asked for; endings: method -> how its run ended,
+    shown where that is not "ok".
     """
     columns = min(2, len(samples))
     lines = -(-len(samples) // columns)
@@ -36,7 +39,7 @@ def sample_grid(samples: Mapping[str, Labelled], classes: Sequence[str], rows: i
         ax.set_xticks([side * (k + 0.5) for k in range(len(classes))], classes)
         ax.tick_params(length=0)
         ax.set_yticks([])
-        ax.set_title(name, color=METHOD_COLORS[name], fontweight="bold")
+        _name(ax, name, endings)
     fig.suptitle(title)
     return fig, f"{title}. One panel a method ({', '.join(samples)}), one column a class, {rows} chains each."
 
@@ -68,10 +71,13 @@ def _tile(ax: Axes, tiles: Tensor) -> None:
     ax.grid(False)
 
 
-def energies(histories: Mapping[str, Sequence[pd.DataFrame]], title: str) -> tuple[Figure, str]:
+def energies(
+    histories: Mapping[str, Sequence[pd.DataFrame]], title: str, endings: Mapping[str, str]
+) -> tuple[Figure, str]:
     """Mean energy of data and of samples through training, a panel a method; one line a seed.
 
-    histories: method -> one frame a seed, with columns step, energy_data, energy_samples (nats).
+    histories: method -> one frame a seed, with columns step, energy_data, energy_samples (nats); endings: as of
+    `sample_grid`.
     """
     shown = {name: runs for name, runs in histories.items() if "energy_samples" in runs[0]}
     fig, axes = plt.subplots(1, len(shown), figsize=(3 * len(shown), 3), squeeze=False, sharex=True)
@@ -80,18 +86,25 @@ def energies(histories: Mapping[str, Sequence[pd.DataFrame]], title: str) -> tup
             data, samples = ("data", "samples") if i == 0 else (None, None)
             ax.plot(run["step"], run["energy_data"], color=METHOD_COLORS[name], label=data)
             ax.plot(run["step"], run["energy_samples"], color="black", lw=1, ls=(0, (3, 1.5)), label=samples)
-        ax.set_title(name, color=METHOD_COLORS[name], fontweight="bold")
+        _name(ax, name, endings)
         ax.set_xlabel("iteration")
         ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         # a diverging run leaves the range of the others by orders of magnitude
-        if max(run["energy_data"].abs().max() for run in runs) > 300:
-            ax.set_yscale("symlog", linthresh=10)
+        if max(run["energy_data"].abs().max() for run in runs) > 1000:
+            ax.set_yscale("symlog", linthresh=100)
     axes[0, 0].set_ylabel("mean energy E(x) (nats)")
     axes[0, 0].legend(frameon=False)
     fig.suptitle(title)
     gaps = {name: f"{runs[0]['energy_gap'].iloc[-1]:.2g}" for name, runs in shown.items()}
     said = ", ".join(f"{name} {gap}" for name, gap in gaps.items())
-    return fig, f"{title}. Last gap between samples and data, first seed, nats: {said}."
+    dead = "".join(f" {name} {end}." for name, end in endings.items() if name in shown and end != "ok")
+    return fig, f"{title}. Last gap between samples and data, first seed, nats: {said}.{dead}"
+
+
+def _name(ax: Axes, name: str, endings: Mapping[str, str]) -> None:
+    """A panel's title: the method in its colour, and how its run ended where it did not end well."""
+    ending = endings.get(name, "ok")
+    ax.set_title(name if ending == "ok" else f"{name}: {ending}", color=METHOD_COLORS[name], fontweight="bold")
 
 
 def learning_curves(histories: Mapping[str, Sequence[pd.DataFrame]], title: str) -> tuple[Figure, str]:

@@ -52,7 +52,7 @@ class Progress:
 
     def close(self, status: str) -> None:
         """Say how the run ended, where that is not simply the last step."""
-        if status != "ok":
+        if status != "ok" and os.environ.get("JEMLIB_PROGRESS") != "none":
             (tqdm.write if self.bar is not None else print)(f"{self.label}: {status}")
 
     def replay(self, history: list[dict[str, float]], status: str) -> None:
