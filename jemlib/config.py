@@ -7,10 +7,14 @@ import json
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from jemlib import objectives
 from jemlib.sampler import implied_temperature
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be: one sentence that names every value that is wrong."""
 
 
 class TrainConfig(BaseModel):
@@ -59,6 +63,13 @@ class TrainConfig(BaseModel):
     log_every: int = Field(50, gt=0)
     checkpoint_every: int = Field(100, gt=0)
     device: str = "auto"
+
+    def __init__(self, **values: object) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            wrong = (": ".join([*map(str, e["loc"]), e["msg"].removeprefix("Value error, ")]) for e in error.errors())
+            raise ConfigError(f"no such training configuration: {'; '.join(wrong)}") from None
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:

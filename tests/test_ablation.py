@@ -3,9 +3,9 @@
 import numpy as np
 import pandas as pd
 import pytest
-from pydantic import ValidationError
 
 from jemlib import ablation, figures_ablation, toy_runs
+from jemlib.config import ConfigError
 from jemlib.results import Store
 
 BASE = {
@@ -38,7 +38,7 @@ def test_settings_are_typed_and_checked():
     assert (config.reinit_prob, config.lr, config.n_steps, config.seed) == (1.0, 0.1, 2, 3)
     with pytest.raises(ValueError, match="name=value"):
         ablation.settings("n_steps")
-    with pytest.raises(ValidationError, match="n_stps"):
+    with pytest.raises(ConfigError, match="n_stps"):
         ablation.configs(BASE, ["own"], ablation.settings("n_stps=1"), [0])
     with pytest.raises(ValueError, match="no arm is called 'whole'"):
         ablation.arms("own, whole")

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from jemlib import objectives, training
 from jemlib.checkpoints import CheckpointError, load_checkpoint
-from jemlib.config import TrainConfig, learning_rate
+from jemlib.config import ConfigError, TrainConfig, learning_rate
 from jemlib.data import Labelled
 from jemlib.training import fit
 
@@ -275,9 +274,9 @@ def test_unusable_data_are_refused(data, message):
     ],
 )
 def test_a_wrong_configuration_is_refused(changes, message):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ConfigError, match=message):
         TrainConfig(**({"method": "st_jem"} | SMALL | changes))
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ConfigError, match=message):
         small().replace(**changes)
 
 
