@@ -37,6 +37,7 @@ def cells(summary: pd.DataFrame, quantity: str, title: str, better: str = "low")
         ax.text(j + 0.5, i + 0.5, texts.iloc[i, j], ha="center", va="center", size=9)
     ax.set(title=title, xlabel="sampler setting", ylabel="denominator")
     ax.tick_params(axis="y", rotation=0)
+    ax.grid(False)
     said = "; ".join(f"{arm}: " + ", ".join(row.str.replace("\n", " ")) for arm, row in texts.iterrows())
     return fig, f"{title}. Settings {', '.join(order['columns'])}. {said}."
 

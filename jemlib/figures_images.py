@@ -36,7 +36,8 @@ def sample_grid(
             tiles[: len(found), k] = found
         _tile(ax, tiles)
         side = tiles.shape[-1]
-        ax.set_xticks([side * (k + 0.5) for k in range(len(classes))], classes)
+        tilt = {"rotation": 30, "ha": "right"} if max(map(len, classes)) > 4 else {}
+        ax.set_xticks([side * (k + 0.5) for k in range(len(classes))], classes, **tilt)
         ax.tick_params(length=0)
         ax.set_yticks([])
         _name(ax, name, endings)
