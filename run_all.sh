@@ -7,6 +7,7 @@ usage() {
 Usage: ./run_all.sh [options]        run the notebooks and write results/<profile>/
        ./run_all.sh test [args]      run the tests; args go to pytest
        ./run_all.sh lab [args]       open JupyterLab on the notebooks; args go to JupyterLab
+       ./run_all.sh exec COMMAND ... any command in the environment, such as papermill or python
 
   --profile NAME   smoke, quick (default), full or paper
   --only 01,02     only these notebooks, by number or name
@@ -139,6 +140,7 @@ find_environment() { # sets PYTHON
 command="${1:-run}"
 case "$command" in
   test | lab) shift ;;
+  exec) shift; [ $# -gt 0 ] || bad_usage "exec needs a command." ;;
   run) [ $# -eq 0 ] || shift; check_arguments "$@" ;;
   *) command=run; check_arguments "$@" ;;
 esac
@@ -147,6 +149,10 @@ find_environment
 # This folder's jemlib, even where another copy is installed.
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
+if [ "$command" = exec ]; then
+  export PATH="$(dirname "$PYTHON"):$PATH" JUPYTER_PREFER_ENV_PATH=1
+  exec "$@"
+fi
 if [ "$command" = test ]; then
   cd "$ROOT"
   exec "$PYTHON" -m pytest "$@"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from jemlib import objectives
 from jemlib.sampler import implied_temperature
+
+#: raised whenever the same configuration comes to mean another computation, so that no older run passes for it
+FORMAT = 1
 
 
 class ConfigError(ValueError):
@@ -96,7 +99,9 @@ class TrainConfig(BaseModel):
 
     def hash(self, data_id: str = "") -> str:
         """Twelve hex digits that name the run: this config (the device aside) on that data."""
-        text = json.dumps([self.model_dump(mode="json", exclude={"device"}), data_id], sort_keys=True)
+        # the objective's terms too: a row of the method table may change under the same name
+        whole = [FORMAT, self.model_dump(mode="json", exclude={"device"}), asdict(self.objective()), data_id]
+        text = json.dumps(whole, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

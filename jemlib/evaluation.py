@@ -142,6 +142,19 @@ def assess(
     return row, samples
 
 
+def with_chosen(configs: Sequence[TrainConfig], grid: pd.DataFrame) -> list[TrainConfig]:
+    """The configs with the step size and bound that a `sampler_grid` chose for their methods."""
+    chosen = grid[grid["chosen"]].set_index("method")
+    found = []
+    for config in configs:
+        if config.method in chosen.index:
+            row = chosen.loc[config.method]
+            bound = None if pd.isna(row["max_rms_step"]) else row["max_rms_step"]
+            config = config.replace(step_size=row["step_size"], max_rms_step=bound)
+        found.append(config)
+    return found
+
+
 def n_classes(model: JEM) -> int:
     """Number of labels of a model, read off its last layer."""
     return model.backbone[-1].out_features

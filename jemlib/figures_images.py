@@ -23,8 +23,8 @@ def sample_grid(
     samples: method -> images (N, C, H, W) in [-1, 1] and the labels asked for; endings: method -> how its run ended,
     shown where that is not "ok".
     """
-    columns = min(2, len(samples))
-    lines = -(-len(samples) // columns)
+    columns = max(1, min(2, len(samples)))
+    lines = max(1, -(-len(samples) // columns))
     size = (0.42 * len(classes) * columns + 0.6, (0.42 * rows + 0.6) * lines + 0.5)
     fig, axes = plt.subplots(lines, columns, figsize=size, squeeze=False)
     for ax in axes.flat[len(samples) :]:
@@ -43,21 +43,6 @@ def sample_grid(
         _name(ax, name, endings)
     fig.suptitle(title)
     return fig, f"{title}. One panel a method ({', '.join(samples)}), one column a class, {rows} chains each."
-
-
-def chain_evolution(states: Tensor, steps: Sequence[int], classes: Sequence[str], title: str) -> tuple[Figure, str]:
-    """The same chains at several SGLD steps: columns are chains, one a class; rows are steps.
-
-    states: (len(steps), K, C, H, W) in [-1, 1].
-    """
-    fig, ax = plt.subplots(figsize=(0.55 * states.shape[1] + 1, 0.55 * len(steps) + 0.9))
-    _tile(ax, states)
-    side = states.shape[-1]
-    ax.set_xticks([side * (k + 0.5) for k in range(states.shape[1])], classes)
-    ax.set_yticks([side * (i + 0.5) for i in range(len(steps))], map(str, steps))
-    ax.tick_params(length=0)
-    ax.set(xlabel="class asked for", ylabel="SGLD steps", title=title)
-    return fig, f"{title}. One column a class; rows after {', '.join(map(str, steps))} steps."
 
 
 def _tile(ax: Axes, tiles: Tensor) -> None:
@@ -81,7 +66,7 @@ def energies(
     `sample_grid`.
     """
     shown = {name: runs for name, runs in histories.items() if "energy_samples" in runs[0]}
-    fig, axes = plt.subplots(1, len(shown), figsize=(3 * len(shown), 3), squeeze=False, sharex=True)
+    fig, axes = plt.subplots(1, max(len(shown), 1), figsize=(3 * max(len(shown), 1), 3), squeeze=False, sharex=True)
     for ax, (name, runs) in zip(axes[0], shown.items(), strict=True):
         for i, run in enumerate(runs):
             data, samples = ("data", "samples") if i == 0 else (None, None)
@@ -94,7 +79,8 @@ def energies(
         if max(run["energy_data"].abs().max() for run in runs) > 1000:
             ax.set_yscale("symlog", linthresh=100)
     axes[0, 0].set_ylabel("mean energy E(x) (nats)")
-    axes[0, 0].legend(frameon=False)
+    if shown:
+        axes[0, 0].legend(frameon=False)
     fig.suptitle(title)
     gaps = {name: f"{runs[0]['energy_gap'].iloc[-1]:.2g}" for name, runs in shown.items()}
     said = ", ".join(f"{name} {gap}" for name, gap in gaps.items())

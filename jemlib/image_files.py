@@ -73,7 +73,7 @@ def _stamp(path: Path) -> tuple[str, int, int]:
 def _files(folder: Path) -> list[Path]:
     """The image files folder/{train,test}/<class>/*, in the order of their paths."""
     if not (folder / "train").is_dir():
-        raise DataError(f"{folder} has no folder train/ with a folder of images for each class")
+        raise DataError(f"{folder} has no folder train/ with a folder of images for each class; move them to train/")
     found = []
     for part in ("train", "test"):
         for path, _, names in sorted(os.walk(folder / part, followlinks=True)):

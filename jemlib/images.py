@@ -12,6 +12,7 @@ from torch import Tensor
 from jemlib import patches
 from jemlib.data import DataError, Dataset, Labelled, data_places, split, to_range, torchvision_root
 from jemlib.image_files import Decoded, decoded_images
+from jemlib.results import repo_root
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 STAND_IN = "stand-in: photo patches, not CIFAR-10"
@@ -48,10 +49,11 @@ def image_folder(path: str | Path, *, size: int = 32, n_train: int = 0, n_val: i
     """One's own images, path/{train,test}/<class>/*.png|jpg, as (N, 3, size, size) float32 in [-1, 1].
 
     Images are scaled to the size along their shorter edge and cropped in the middle; transparent ones are laid on
-    white. Without a folder test/ a fifth of the images is kept for testing. n_train, n_val and n_test are upper
-    limits, 0 takes all; validation takes a fifth of the training images at most. Raises DataError.
+    white. A relative path counts from the repository. Without a folder test/ a fifth of the images is kept for
+    testing. n_train, n_val and n_test are upper limits, 0 takes all; validation takes a fifth of the training images
+    at most. Raises DataError.
     """
-    folder = Path(path).expanduser().resolve()
+    folder = (repo_root() / Path(path).expanduser()).resolve()
     decoded = decoded_images(folder, size)
     if decoded.test is None:
         train, test = split(*decoded.train, 0, -(-len(decoded.train.y) // 5))

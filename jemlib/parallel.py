@@ -42,7 +42,8 @@ def train_all(
     threads of each run. Runs that are finished are read, unless force. An error in a run is raised here, after which
     the others' checkpoints are there to go on from.
     """
-    missing = [task for task in tasks if force or not store.has_record(runs.run_name(task.dataset, task.config))]
+    named = {runs.run_name(task.dataset, task.config): task for task in tasks}  # two equal tasks are one run
+    missing = [task for name, task in named.items() if force or not store.has_record(name)]
     workers = min(workers or (1 if torch.cuda.is_available() else os.cpu_count() or 1), len(missing))
     if workers > 1:
         # largest first would finish sooner; the given order keeps the progress readable

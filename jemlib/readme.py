@@ -66,7 +66,8 @@ def _summary(table: pd.DataFrame, columns: list[str]) -> str:
     for key, part in table.groupby(keys, sort=False):
         statuses = part["status"].value_counts()
         status = ", ".join(f"{n} {name}" if len(part) > 1 else name for name, n in statuses.items())
-        cells = [_cell(part[column]) for column in columns]
+        alive = part[part["status"] == "ok"]  # a diverged run's numbers are those of its last good checkpoint
+        cells = [_cell((alive if len(alive) else part)[column]) for column in columns]
         rows.append([*(key if isinstance(key, tuple) else (key,)), *cells, str(len(part)), status])
     head = [*keys, *columns, "seeds", "status"]
     lines = [head, ["---"] * len(head), *rows]

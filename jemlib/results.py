@@ -148,7 +148,23 @@ class Store:
         """Write `tables/<name>.csv` (six digits, index left out) and return `frame` for display."""
         text = frame.to_csv(index=False, float_format="%.6g", lineterminator="\n")
         write_atomic(self.dir / "tables" / f"{name}.csv", text.encode())
+        if name != "timing":  # which every notebook adds to
+            own = self._own_tables()
+            write_atomic(self.dir / "tables" / f".{self.notebook}", "\n".join(sorted({*own, name})).encode())
         return frame
+
+    def _own_tables(self) -> list[str]:
+        path = self.dir / "tables" / f".{self.notebook}"
+        return path.read_text().split() if path.is_file() else []
+
+    def clear(self) -> None:
+        """Remove this notebook's tables, figures, report and executed copies, so that none passes for a new run's."""
+        old = [*(self.dir / "figures").glob(f"{self.notebook.split('_')[0]}_*.png")]
+        old += [self.dir / "tables" / f"{name}.csv" for name in self._own_tables()]
+        old += [self.dir / "reports" / f"{self.notebook}.html"]
+        old += [self.dir / "notebooks" / f"{self.notebook}{suffix}" for suffix in (".ipynb", ".unfinished.ipynb")]
+        for path in old:
+            path.unlink(missing_ok=True)
 
     def read_table(self, name: str) -> pd.DataFrame:
         """Read `tables/<name>.csv`; `ResultsError` when no notebook has written it yet."""

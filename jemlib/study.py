@@ -114,10 +114,7 @@ def _declared(path: Path) -> dict[str, tuple[Any, Any]]:
 
 def _run_all(plan: dict[str, dict[str, Any]], folder: Path, root: Path, profile: str) -> int:
     for stem in plan:  # nothing of an earlier run may look like this one's
-        for path in (f"notebooks/{stem}.ipynb", f"notebooks/{stem}.unfinished.ipynb", f"reports/{stem}.html"):
-            (root / path).unlink(missing_ok=True)
-        for figure in (root / "figures").glob(f"{stem.split('_')[0]}_*.png"):
-            figure.unlink()
+        Store(root, stem).clear()
     (root / "notebooks").mkdir(exist_ok=True)
     code = 0
     for number, (stem, given) in enumerate(plan.items(), 1):

@@ -99,6 +99,8 @@ def reference(name: str, method: str, config: TrainConfig, n: int) -> Reference:
     sampler = "perfect" if config.n_steps else "uniform"
     objective = config.objective()
     free_labels = objective.classify == 0 and objective.conditional
+    if objective.mi_weight or objective.energy_l2:
+        return Reference(space, log_data, None, free_labels)  # further terms move the optimum
     if objective.generative == "x|y" and 0 < objective.exponent < 1:
         return Reference(space, log_data, None, free_labels)  # tempered weights: no closed form for several labels
     return Reference(space, log_data, exact.predicted(objective, log_data, space.log_mass, sampler), free_labels)
@@ -128,7 +130,9 @@ def sweep(
         extra: dict[str, Any] = {"evaluate": scored[-1][-1].score, "lines": 1}
         if oracle:
             extra["proposals"] = Space.grid(oracle_grid).points.float()
-            data = dataclasses.replace(data, name=f"{data.name}-{ORACLE}")  # another run than its method's own
+            data = dataclasses.replace(
+                data, name=f"{data.name}-{ORACLE}{oracle_grid}"
+            )  # another run than its method's own
         tasks.append(Task(data, settings, extra))
     found = []
     for (dataset, method, exact_for), (name, result) in zip(scored, train_all(store, tasks, **options), strict=True):

@@ -7,6 +7,7 @@ whether chains are run. A run ends as "ok" or as "diverged at step n"; it is nev
 from __future__ import annotations
 
 import copy
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -143,6 +144,8 @@ class _Run:
 
     def __init__(self, config: TrainConfig, train: Labelled, n_classes: int, data_id: str, proposals: Tensor | None):
         self.config, self.method, self.hash = config, config.objective(), config.hash(data_id)
+        if proposals is not None:  # they take the sampler's place, so they are part of what the run is
+            self.hash += hashlib.sha256(proposals.cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
         self.device = pick_device(config.device)
         self.train = Labelled(train.x.to(self.device), train.y.to(self.device))
         shape = tuple(train.x.shape[1:])

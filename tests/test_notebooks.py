@@ -54,6 +54,12 @@ COLUMNS = {
     "toy_methods": "dataset method seed kl_nats kl_to_optimum mi_nats status",
     "mnist_methods": "data_source network method seed steps accuracy nll energy_gap class_agreement frechet n_frechet"
     " status",
+    "cifar10_methods": "data_source network method seed steps accuracy nll energy_gap class_agreement frechet n_frechet"
+    " status",
+    "anchor_ablation": "dataset arm n_steps step_size reinit_prob lr seed accuracy energy_gap frechet kl_nats status"
+    " diverged_at",
+    "calibration": "model data_source temperature accuracy nll brier ece ece_adaptive n",
+    "ood": "model in_dataset ood_dataset score auroc aupr fpr95 n_in n_out",
     "timing": "what seconds ms_per_step peak_memory_mb device threads precision",
 }
 

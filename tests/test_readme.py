@@ -15,6 +15,7 @@ def test_the_numbers_are_those_of_the_reference_run(tmp_path):
     copy = tmp_path / "README.md"
     copy.write_text((ROOT / "README.md").read_text())
     assert not readme.update(copy), "run `python -m jemlib readme`"
+    assert "| st_jem |" in copy.read_text(), "there are numbers at all"
 
 
 def test_a_changed_table_changes_the_readme(tmp_path):
