@@ -142,7 +142,7 @@ def summary(rows: pd.DataFrame, quantities: Sequence[str]) -> pd.DataFrame:
 
 def joined(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """The rows of all data sets in one table, the columns of the first part first."""
-    return pd.concat([part.astype(object) for part in parts], ignore_index=True)
+    return pd.concat(parts, ignore_index=True)
 
 
 def verdict(rows: pd.DataFrame) -> pd.DataFrame:
