@@ -29,8 +29,10 @@ def test_sample_grid_puts_each_class_in_its_column():
 
 
 def test_training_curves_say_gaps_and_endings():
-    row = {"energy_data": -2.0, "energy_samples": -1.5, "energy_gap": 0.5, "val_accuracy": 0.9, "val_nll": 0.3}
-    frame = pd.DataFrame([{"step": step} | row for step in (1, 2)])
+    row = {"energy_data": -2.0, "energy_samples": -1.5, "energy_gap": 0.5}
+    frame = pd.DataFrame(
+        [{"step": step, "val_accuracy": 0.8 + step / 20, "val_nll": 1 / step} | row for step in (1, 2)]
+    )
     histories = {"softmax": [frame[["step", "val_accuracy", "val_nll"]]], "st_jem": [frame]}
     fig, alt = figures_images.energies(histories, "title", {"st_jem": "diverged at step 2"})
     assert len(fig.axes) == 1 and "st_jem 0.5" in alt and "st_jem diverged at step 2" in alt
