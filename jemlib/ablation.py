@@ -129,7 +129,9 @@ def summary(rows: pd.DataFrame, quantities: Sequence[str]) -> pd.DataFrame:
     """Per data set, setting and arm: mean and standard deviation over the runs that survived, and how many did.
 
     A diverged run's numbers are no estimate of what the arm reaches, so they stay out of the mean; they are counted.
+    Quantities that no row has, as class agreement without images, are left out.
     """
+    quantities = [name for name in quantities if name in rows]
     found = []
     for keys, part in rows.groupby(["dataset", "setting", "arm"], sort=False):
         alive = part[part["status"] == "ok"]

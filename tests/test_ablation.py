@@ -78,7 +78,8 @@ def test_survival_counts_every_run():
 
 
 def test_summary_keeps_failures_and_leaves_their_numbers_out():
-    cells = ablation.summary(ROWS, ["kl_nats"]).set_index(["arm", "setting"])
+    cells = ablation.summary(ROWS, ["kl_nats", "frechet"]).set_index(["arm", "setting"])
+    assert "frechet_mean" not in cells, "no row has it"
     assert cells.loc[("plain", "s"), ["kl_nats_mean", "alive", "seeds"]].tolist() == [1.0, 1, 2]
     assert np.isnan(cells.loc[("plain", "t"), "kl_nats_mean"]) and cells.loc[("plain", "t"), "seeds"] == 2
     verdict = ablation.verdict(ROWS).set_index("arm")
