@@ -47,7 +47,7 @@ def importance_sampling(s: Setup) -> Iterator[Check]:
     target = (f + mass).softmax(0) @ rows
     yield Check(
         "(18)",
-        "uniform proposals with weights p / q against autograd",
+        "uniform proposals with weights p / q against the exact expectation",
         relative((f.exp() / f.exp().sum()) @ rows, target),
         1e-10,
     )
