@@ -48,6 +48,22 @@ def lab(arguments: tuple[str, ...]) -> None:
 
 
 @main.command()
+@click.argument("expected", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("found", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def compare(expected: Path, found: Path) -> None:
+    """Tell whether two results folders agree; exit 1 where they do not."""
+    from jemlib import compare as gate
+
+    try:
+        report = gate.compare(expected, found)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    print(*report.differences, sep="\n", end="\n" if report.differences else "")
+    print(f"{'agree' if report.agree else f'{len(report.differences)} differences'}: {report.compared}")
+    sys.exit(0 if report.agree else 1)
+
+
+@main.command()
 def readme() -> None:
     """Write the README's numbers from results/reference."""
     from jemlib import readme as writer

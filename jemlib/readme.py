@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pandas as pd
 
+from jemlib import headlines
 from jemlib.results import repo_root, write_atomic
 
 START = "<!-- results: written by `python -m jemlib readme`, from results/reference -->"
 END = "<!-- end of results -->"
-_HEADLINES = {
-    "mnist_methods": ("MNIST", ["accuracy", "nll", "energy_gap", "class_agreement", "frechet"]),
-    "cifar10_methods": ("CIFAR-10", ["accuracy", "nll", "energy_gap", "class_agreement", "frechet"]),
-    "toy_methods": ("Toy, exact figures in nats", ["kl_nats", "kl_to_optimum", "mi_nats"]),
-}
 
 
 def update(readme: Path | None = None, reference: Path | None = None) -> bool:
@@ -36,50 +31,16 @@ def update(readme: Path | None = None, reference: Path | None = None) -> bool:
 
 
 def render(reference: Path) -> str:
-    """Markdown of the headline tables and times of a results folder: mean and spread over seeds, n stated."""
+    """Markdown of the headline tables and times of a results folder."""
     parts = []
-    for name, (title, columns) in _HEADLINES.items():
-        path = reference / "tables" / f"{name}.csv"
-        if path.is_file():
-            parts += [f"**{title}**{_about(reference, path)}", _summary(pd.read_csv(path), columns)]
+    for table in headlines.tables(reference):
+        parts += [f"**{table.title}**{f': {table.about}' if table.about else ''}"]
+        lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+        parts += ["\n".join("| " + " | ".join(line) + " |" for line in lines)]
     timing = reference / "tables" / "timing.csv"
     if timing.is_file():
         parts += [_times(pd.read_csv(timing))]
     return "\n\n".join(parts)
-
-
-def _about(reference: Path, path: Path) -> str:
-    """Where a table's runs come from: data, network, budget, commit and machine, off the records they name."""
-    table = pd.read_csv(path)
-    if "run" not in table:
-        return ""
-    record = json.loads((reference / "runs" / f"{table['run'].iloc[-1]}.json").read_text())
-    config, commit = record["config"], (record["commit"] or "unknown")[:10]
-    budget = f"{config['n_iterations']} iterations of {config['batch_size']} images and {config['n_steps']} SGLD steps"
-    where = f"commit {commit}{', changed' if record['dirty'] else ''}, {record['threads']} threads, {record['cpu']}"
-    return f": {record['data']['source']}, {config['network']} of width {config['width']}, {budget} ({where})"
-
-
-def _summary(table: pd.DataFrame, columns: list[str]) -> str:
-    keys = [key for key in ("dataset", "setting", "sampler", "method") if key in table]
-    rows = []
-    for key, part in table.groupby(keys, sort=False):
-        statuses = part["status"].value_counts()
-        status = ", ".join(f"{n} {name}" if len(part) > 1 else name for name, n in statuses.items())
-        alive = part[part["status"] == "ok"]  # a diverged run's numbers are those of its last good checkpoint
-        cells = [_cell((alive if len(alive) else part)[column]) for column in columns]
-        rows.append([*(key if isinstance(key, tuple) else (key,)), *cells, str(len(part)), status])
-    head = [*keys, *columns, "seeds", "status"]
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
-def _cell(values: pd.Series) -> str:
-    found = values.dropna()
-    if found.empty:
-        return "–"
-    spread = f" ± {found.std():.2g}" if len(found) > 1 else ""
-    return f"{found.mean():.3g}{spread}" if abs(found.mean()) >= 1 else f"{found.mean():.3f}{spread}"
 
 
 def _times(timing: pd.DataFrame) -> str:

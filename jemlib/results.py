@@ -2,6 +2,9 @@
 
 Everything is written to a temporary file beside its target and moved into place, so a reader (or a run that
 is killed) never meets half a file. What differs between two identical runs goes to `timing.csv` alone.
+
+`artefacts/<notebook>.json` is a notebook's manifest: its effective parameters, commit and machine, its headline, and
+every table and figure that it wrote with the runs behind it.
 """
 
 from __future__ import annotations
@@ -128,40 +131,91 @@ def _restored(value: Any) -> Any:
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
+def _json(content: Mapping[str, Any]) -> bytes:
+    text = json.dumps(_plain(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
+    return (text + "\n").encode()
+
+
+def _portable(parameters: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Parameters without the folders of this machine, which belong in no published file."""
+
+    def shown(value: Any) -> Any:
+        if not isinstance(value, str) or not os.path.isabs(value):
+            return value
+        return "<results>" if value == str(folder) else f".../{Path(value).name}"
+
+    return {name: shown(value) for name, value in parameters.items()}
+
+
 # --- the store ----------------------------------------------------------------------------------------------
 
 
 class Store:
     """The artefacts of one notebook under `results_dir` (relative paths count from the repository).
 
-    Raises `ResultsError` at once when nothing can be written there, before hours of training.
+    With the notebook's effective parameters a new manifest begins; without them the store adds to the one that is
+    there. Raises `ResultsError` at once when nothing can be written there, before hours of training.
     """
 
-    def __init__(self, results_dir: str | Path, notebook: str) -> None:
+    def __init__(
+        self, results_dir: str | Path, notebook: str, parameters: Mapping[str, Any] | None = None
+    ) -> None:
         self.dir = repo_root() / Path(results_dir).expanduser()
         self.notebook = notebook
+        self._runs: list[str] = []
         probe = self.dir / f".{notebook}.{os.getpid()}.tmp"
         write_atomic(probe, b"")
         probe.unlink(missing_ok=True)
+        if parameters is not None:
+            about = {"notebook": notebook, "parameters": _portable(parameters, self.dir), **provenance()}
+            self._write_manifest(about | {"headline": "", "thumbnail": "", "tables": {}, "figures": {}})
+
+    def uses(self, names: Iterable[str]) -> None:
+        """Say that what is written from now on may come from these runs, too; the manifest names them."""
+        self._runs += [name for name in names if name not in self._runs]
+
+    def manifest(self) -> dict[str, Any]:
+        """What this notebook wrote, and from what; empty where it has not run."""
+        path = self.dir / "artefacts" / f"{self.notebook}.json"
+        return _restored(json.loads(path.read_text())) if path.is_file() else {}
+
+    def _write_manifest(self, content: Mapping[str, Any]) -> None:
+        write_atomic(self.dir / "artefacts" / f"{self.notebook}.json", _json(content))
+
+    def _register(self, kind: str, name: str, about: Mapping[str, Any]) -> None:
+        content = self.manifest()
+        self._write_manifest(content | {kind: content.get(kind, {}) | {name: dict(about)}})
+
+    def headline(self, sentence: str, thumbnail: str) -> str:
+        """What the index says of this notebook, in one measured sentence, and which figure it shows beside it."""
+        self._write_manifest(self.manifest() | {"headline": sentence, "thumbnail": self._figure_name(thumbnail)})
+        return sentence
+
+    def files(self) -> list[Path]:
+        """Every file that the manifest names: tables, figures, and the records and checkpoints of the runs."""
+        content = self.manifest()
+        tables, figures = content.get("tables", {}), content.get("figures", {})
+        names = sorted({run for part in (tables, figures) for about in part.values() for run in about["runs"]})
+        found = [self.dir / "tables" / f"{name}.csv" for name in tables]
+        found += [self.dir / "figures" / f"{name}.png" for name in figures]
+        found += [self.dir / "runs" / f"{name}.json" for name in names]
+        return found + [self.dir / "checkpoints" / f"{name}.pt" for name in names]
 
     def table(self, name: str, frame: pd.DataFrame) -> pd.DataFrame:
         """Write `tables/<name>.csv` (six digits, index left out) and return `frame` for display."""
         text = frame.to_csv(index=False, float_format="%.6g", lineterminator="\n")
         write_atomic(self.dir / "tables" / f"{name}.csv", text.encode())
         if name != "timing":  # which every notebook adds to
-            own = self._own_tables()
-            write_atomic(self.dir / "tables" / f".{self.notebook}", "\n".join(sorted({*own, name})).encode())
+            runs = list(dict.fromkeys(frame["run"].dropna())) if "run" in frame else list(self._runs)
+            self._register("tables", name, {"runs": runs})
         return frame
-
-    def _own_tables(self) -> list[str]:
-        path = self.dir / "tables" / f".{self.notebook}"
-        return path.read_text().split() if path.is_file() else []
 
     def clear(self) -> None:
         """Remove this notebook's tables, figures, report and executed copies, so that none passes for a new run's."""
-        old = [*(self.dir / "figures").glob(f"{self.notebook.split('_')[0]}_*.png")]
-        old += [self.dir / "tables" / f"{name}.csv" for name in self._own_tables()]
-        old += [self.dir / "reports" / f"{self.notebook}.html"]
+        content = self.manifest()
+        old = [self.dir / "figures" / f"{name}.png" for name in content.get("figures", {})]
+        old += [self.dir / "tables" / f"{name}.csv" for name in content.get("tables", {})]
+        old += [self.dir / "reports" / f"{self.notebook}.html", self.dir / "artefacts" / f"{self.notebook}.json"]
         old += [self.dir / "notebooks" / f"{self.notebook}{suffix}" for suffix in (".ipynb", ".unfinished.ipynb")]
         for path in old:
             path.unlink(missing_ok=True)
@@ -184,22 +238,31 @@ class Store:
                 return os.path.relpath(folder, repo_root()), pd.read_csv(path)
         return "", None
 
+    def _figure_name(self, name: str) -> str:
+        return f"{self.notebook.split('_')[0]}_{name}"
+
     def figure(self, name: str, fig: Figure, alt: str) -> Image:
         """Write `figures/<notebook number>_<name>.png`, close `fig`, return the image with its alt text."""
         import matplotlib.pyplot as plt
         from IPython.display import Image
+        from PIL import Image as Picture
+        from PIL.PngImagePlugin import PngInfo
 
         if not alt.strip():
             raise ValueError(f"The figure {name!r} needs alt text.")
-        buffer = io.BytesIO()
-        # matplotlib's default Software entry names its version; fixed metadata keeps re-runs byte-identical.
-        about = {"Software": "jemlib", "Description": alt}
-        fig.savefig(buffer, format="png", dpi=FIGURE_DPI, bbox_inches="tight", metadata=about)
+        drawn, buffer = io.BytesIO(), io.BytesIO()
+        fig.savefig(drawn, format="png", dpi=FIGURE_DPI, bbox_inches="tight")
         plt.close(fig)
-        data = buffer.getvalue()
-        write_atomic(self.dir / "figures" / f"{self.notebook.split('_')[0]}_{name}.png", data)
-        width = int.from_bytes(data[16:20], "big")  # of the PNG header, in device pixels
-        return Image(data=data, format="png", width=round(width * 96 / FIGURE_DPI), alt=alt)
+        about = PngInfo()  # without matplotlib's entries: its version would change the bytes
+        about.add_itxt("Description", alt)
+        with Picture.open(drawn) as picture:
+            dpi = (FIGURE_DPI, FIGURE_DPI)
+            picture.convert("RGB").save(buffer, format="png", optimize=True, pnginfo=about, dpi=dpi)
+            width = picture.width
+        full = self._figure_name(name)
+        write_atomic(self.dir / "figures" / f"{full}.png", buffer.getvalue())
+        self._register("figures", full, {"alt": alt, "runs": list(self._runs)})
+        return Image(data=buffer.getvalue(), format="png", width=round(width * 96 / FIGURE_DPI), alt=alt)
 
     def timing(self, rows: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> pd.DataFrame:
         """Merge rows (keys as in `TIMING_COLUMNS`) by `what` into `tables/timing.csv`; returns these rows.
@@ -224,8 +287,7 @@ class Store:
     def record(self, name: str, content: Mapping[str, Any]) -> Path:
         """Write `runs/<name>.json` with sorted keys; nan and inf become "NaN", "Infinity", "-Infinity"."""
         path = self.dir / "runs" / f"{name}.json"
-        text = json.dumps(_plain(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
-        write_atomic(path, (text + "\n").encode())
+        write_atomic(path, _json(content))
         return path
 
     def has_record(self, name: str) -> bool:

@@ -61,6 +61,7 @@ def train(store: Store, dataset: Dataset, config: TrainConfig, **options: Any) -
         row = {"what": name, "seconds": round(result.seconds, 3), "ms_per_step": round(result.ms_per_step, 3)}
         row |= {"peak_memory_mb": peak_memory_mb(), "device": kept["device"], "threads": kept["threads"]}
         store.timing(row | {"precision": "float32"})
+    store.uses([name])
     return name, result
 
 

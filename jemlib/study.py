@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import logging
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,6 @@ from jemlib.parameters import MISSING, ParameterError, check_names, coerce, decl
 from jemlib.results import Store, git_state, repo_root, write_atomic
 
 __all__ = ["ParameterError", "kernel_environment", "lab", "parameters", "run"]
-
-# nbconvert's "lab" page leaves the alt text of a figure out.
-REPORT_TEMPLATE = """{% extends "lab/index.html.j2" %}
-{% block data_png scoped %}
-<div class="jp-RenderedImage jp-OutputArea-output {{ extra_class }}">
-<img src="data:image/png;base64,{{ output.data['image/png'] | escape_html }}"
-{%- for name in ("width", "alt") if output | get_metadata(name, "image/png") %}
-{{ name }}="{{ output | get_metadata(name, 'image/png') | escape_html }}"
-{%- endfor %}>
-</div>
-{% endblock %}
-"""
-
 
 def run(
     profile: str = "quick",
@@ -43,7 +29,7 @@ def run(
 ) -> int:
     """Run the notebooks of a profile in order and write executed copies, reports and an index; the exit code.
 
-    0: all ran; 1: one failed (named on stderr, the rest is not run); 130: interrupted. Everything that can be
+    0: all ran; 1: one failed (named on stderr; what needs it is not run); 130: interrupted. Everything that can be
     checked without a kernel is checked before the first one starts: `ParameterError`, or `ResultsError` where
     nothing can be written. `data` and `out` count from the working folder, out=None is results/<profile>.
     """
@@ -55,9 +41,10 @@ def run(
     given["data_dir"] = None if data is None else str(data.expanduser().absolute())
     plan = _plan(folder, profile, only, {name: value for name, value in given.items() if value is not None})
     root = Store(results, "run").dir
+    command = f"./run_all.sh --profile {profile}{'' if seed is None else f' --seed {seed}'}"
     try:
         with FileLock(root / ".lock", timeout=0), kernel_environment():
-            return _run_all(plan, folder, root, profile)
+            return _run_all(plan, folder, root, profile, command)
     except Timeout:
         raise BlockingIOError(f"Another run is writing to {root}.") from None
 
@@ -112,94 +99,129 @@ def _declared(path: Path) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def _run_all(plan: dict[str, dict[str, Any]], folder: Path, root: Path, profile: str) -> int:
+def _run_all(plan: dict[str, dict[str, Any]], folder: Path, root: Path, profile: str, command: str) -> int:
+    from jemlib import reports, watch
+
+    sources = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
+    needs = {source.stem: _needs(source) for source in sources}
+    earlier = [root] + ([repo_root() / "results" / "reference"] if profile == "quick" else [])
+    known = watch.known_times(earlier, list(plan))
     for stem in plan:  # nothing of an earlier run may look like this one's
         Store(root, stem).clear()
     (root / "notebooks").mkdir(exist_ok=True)
-    code = 0
-    for number, (stem, given) in enumerate(plan.items(), 1):
-        print(f"[{number}/{len(plan)}] {stem} ...", flush=True)
-        _write_index(root, folder, profile)
-        start = time.perf_counter()
-        try:
-            error = _run_one(folder / f"{stem}.ipynb", root, given, profile)
-        except KeyboardInterrupt:
-            error, code = "interrupted", 130
-        seconds = time.perf_counter() - start
-        if error:
-            print(f"[{number}/{len(plan)}] {stem} FAILED after {seconds:.0f} s: {error}", file=sys.stderr, flush=True)
-            code = code or 1
-            break
-        Store(root, stem).timing({"what": f"notebook {stem}", "seconds": round(seconds, 1)})
-        print(f"[{number}/{len(plan)}] {stem} ok, {seconds:.0f} s", flush=True)
-    _write_index(root, folder, profile)
-    print(f"{'done' if code == 0 else 'stopped'}: {root / 'index.html'}", flush=True)
-    return code
+    failed: dict[str, str] = {}
+    not_run: dict[str, str] = {}
+    interrupted = False
+    with watch.Watch(list(plan), known) as told:
+        for number, (stem, given) in enumerate(plan.items(), 1):
+            broken = [other for other in needs[stem] if other in failed or other in not_run]
+            if interrupted or broken:
+                not_run[stem] = f"it needs {', '.join(broken)}" if broken else "the run was interrupted"
+                told.say(f"[{number}/{len(plan)}] {stem} not run: {not_run[stem]}", failure=True)
+                continue
+            told.at_notebook(stem)
+            reports.write_index(root, sources, profile, not_run)
+            start = time.perf_counter()
+            about = {"profile": profile, "command": f"{command} --only {_only(stem, needs)}", **git_state()}
+            try:
+                failure = _missing(root, needs[stem]) or _run_one(folder / f"{stem}.ipynb", root, given, about)
+            except KeyboardInterrupt:
+                failure, interrupted = "it was interrupted", True
+            about["seconds"] = round(time.perf_counter() - start, 1)
+            if failure := failure or _missing(root, [stem]):
+                failed[stem] = failure
+                message = f"[{number}/{len(plan)}] {stem} FAILED after {about['seconds']:.0f} s: {failure}"
+                told.say(message, failure=True)
+            else:
+                Store(root, stem).timing({"what": f"notebook {stem}", "seconds": about["seconds"]})
+                told.say(f"[{number}/{len(plan)}] {stem} ok, {about['seconds']:.0f} s")
+            _finish(root, stem, about, failure)
+    reports.write_index(root, sources, profile, not_run)
+    print(_summary(root, plan, failed, not_run), flush=True)
+    return 130 if interrupted else int(bool(failed))
 
 
-def _run_one(source: Path, root: Path, given: dict[str, Any], profile: str) -> str | None:
-    """Execute one notebook and write its report; one sentence when it failed."""
+def _summary(root: Path, plan: Iterable[str], failed: dict[str, str], not_run: dict[str, str]) -> str:
+    """The last lines of a run: what ended how, and where to look."""
+    ended = [f"{stem} {'FAILED' if stem in failed else 'not run' if stem in not_run else 'ok'}" for stem in plan]
+    where = os.path.relpath(root / "index.html") if root.is_relative_to(Path.cwd()) else root / "index.html"
+    return f"{'stopped' if failed or not_run else 'done'}: {', '.join(ended)}\nsee {where}"
+
+
+def _needs(source: Path) -> list[str]:
+    """The notebooks whose results a notebook reads, as its metadata say."""
+    import nbformat
+
+    return list(nbformat.read(source, as_version=4).metadata.get("jemlib", {}).get("needs", []))
+
+
+def _only(stem: str, needs: dict[str, list[str]]) -> str:
+    """Numbers of a notebook and what it needs, for --only."""
+    return ",".join(sorted(name.split("_")[0] for name in {stem, *needs[stem]}))
+
+
+def _missing(root: Path, stems: Iterable[str]) -> str | None:
+    """A sentence about the first file that a notebook wrote, or trained, and that is not there any more."""
+    for stem in stems:
+        for path in Store(root, stem).files():
+            if not path.is_file():
+                return f"{path.relative_to(root)}, which {stem} wrote, is missing: run {stem} again"
+    return None
+
+
+def _run_one(source: Path, root: Path, given: dict[str, Any], about: dict[str, Any]) -> str | None:
+    """Execute one notebook; one sentence when it failed. Its copy stays "unfinished" until `_finish`."""
     import nbformat
     import papermill
     from nbclient.exceptions import DeadKernelError
-    from nbconvert import HTMLExporter
+
+    from jemlib import watch
 
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # failures are told below, and its name check misfires
-    target = root / "notebooks" / source.name
-    unfinished = target.with_suffix(".unfinished.ipynb")  # what a killed run leaves is not mistaken for a whole one
+    unfinished = _unfinished(root, source.stem)
     try:
-        notebook = papermill.execute_notebook(
+        papermill.execute_notebook(
             source, unfinished, given, kernel_name="python3", language="python", cwd=source.parent,
-            progress_bar=sys.stderr.isatty(), start_timeout=180,
+            progress_bar=False, start_timeout=180, engine_name=watch.ENGINE,
+            coalesce_streams=True,
         )  # fmt: skip
     except papermill.PapermillExecutionError as error:
         return f"cell {error.cell_index + 1} (In [{error.exec_count}]) raised {error.ename}: {error.evalue}"
     except DeadKernelError:
         cells = nbformat.read(unfinished, as_version=4).cells
         started = [i for i, cell in enumerate(cells, 1) if cell.metadata.get("papermill", {}).get("start_time")]
-        return f"the kernel died in cell {started[-1]}" if started else "the kernel died before the first cell"
+        where = f"in cell {started[-1]}" if started else "before the first cell"
+        return f"the kernel died {where} (killed, perhaps by the system for want of memory)"
     except RuntimeError as error:
         return f"the kernel did not start: {error}"
-    about = {"profile": profile, "seconds": round(notebook.metadata.papermill.duration, 1), **git_state()}
-    notebook.metadata["jemlib"] = about
-    notebook.metadata.papermill.update(input_path=source.name, output_path=target.name)  # no folder of this machine
-    page, _ = HTMLExporter(raw_template=REPORT_TEMPLATE).from_notebook_node(
-        notebook, {"metadata": {"name": source.stem}}
-    )
-    write_atomic(root / "reports" / f"{source.stem}.html", page.encode())
-    write_atomic(target, nbformat.writes(notebook).encode())
-    unfinished.unlink()
     return None
 
 
-def _write_index(root: Path, folder: Path, profile: str) -> None:
-    """index.html from the executed copies that are there: link, status, commit, start and duration."""
+def _unfinished(root: Path, stem: str) -> Path:
+    """Where a notebook is executed: what a killed run leaves is not mistaken for a whole one."""
+    return root / "notebooks" / f"{stem}.unfinished.ipynb"
+
+
+def _finish(root: Path, stem: str, about: dict[str, Any], failure: str | None) -> None:
+    """Write the page of an executed notebook, and its copy under the final name where it did not fail."""
     import nbformat
 
-    rows = []
-    for stem in sorted(path.stem for path in folder.glob("[0-9][0-9]_*.ipynb")):
-        path = root / "notebooks" / f"{stem}.ipynb"
-        if path.is_file():
-            metadata = nbformat.read(path, as_version=4).metadata
-            about = metadata.jemlib
-            commit = f"{(about.commit or 'unknown')[:12]}{' (dirty)' if about.dirty else ''}"
-            link = f'<a href="reports/{stem}.html">{stem}</a>'
-            rows.append([link, "ok", commit, metadata.papermill.start_time[:16], f"{about.seconds:.0f} s"])
-        else:
-            status = "FAILED" if path.with_suffix(".unfinished.ipynb").is_file() else "not run"
-            rows.append([stem, status, "", "", ""])
-    head = "".join(f"<th>{name}</th>" for name in ("notebook", "status", "commit", "started (UTC)", "took"))
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>\n" for row in rows)
-    title = f"jemlib: {html.escape(profile)}"
-    page = f"""<!DOCTYPE html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>body {{ font: 16px sans-serif; margin: 2em }} td, th {{ padding: .3em 1em; text-align: left }}</style>
-<h1>{title}</h1>
-<table><tr>{head}</tr>
-{body}</table></html>
-"""
-    write_atomic(root / "index.html", page.encode())
+    from jemlib import reports
+
+    unfinished = _unfinished(root, stem)
+    if unfinished.is_file():
+        notebook = nbformat.read(unfinished, as_version=4)
+    else:  # it did not come to start
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(f"# {stem}")])
+    notebook.metadata["jemlib"] = about | ({"failure": failure} if failure else {})
+    notebook.metadata.setdefault("papermill", {}).update(input_path=f"{stem}.ipynb", output_path=f"{stem}.ipynb")
+    reports.write_page(root, notebook, stem)
+    content = nbformat.writes(notebook).encode()
+    if failure:
+        write_atomic(unfinished, content)
+    else:
+        write_atomic(root / "notebooks" / f"{stem}.ipynb", content)
+        unfinished.unlink()
 
 
 # --- kernels ------------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ def read(
                 missing.append(f"{name}: {error}")
                 continue
             config = record["config"]
+            store.uses([name])
             found.append(Trained(name, config["method"], config["seed"], record["status"], model, loaded[key]))
     if not found:
         raise ResultsError(f"There is no trained model to evaluate in {store.dir}: {'; '.join(missing)}.")

@@ -1,0 +1,153 @@
+"""Do two results folders agree? Tables cell by cell, missing and extra artefacts, executed notebooks by nbdiff.
+
+On one machine with the same versions a run is deterministic, and every cell must be equal. Elsewhere rounding differs
+and training amplifies it: a number may then differ by `SPREADS` seed standard deviations where the reference has
+several seeds, else by the tolerance of its column.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from jemlib.results import Store
+
+SPREADS = 4.0
+#: column -> (absolute, relative) tolerance between machines; a column that is not named has the last line's
+TOLERANCES: dict[str, tuple[float, float]] = {
+    "accuracy": (0.03, 0.0),
+    "class_agreement": (0.1, 0.0),
+    "energy_gap": (2.0, 0.0),
+    "auroc": (0.15, 0.0), "aupr": (0.15, 0.0), "fpr95": (0.3, 0.0),
+    "ece": (0.05, 0.0), "ece_adaptive": (0.05, 0.0), "brier": (0.05, 0.0),
+    "kl_to_prediction": (1e-5, 0.0),
+    "": (0.02, 0.3),
+}  # fmt: skip
+#: columns that say how large a rounding error was, which no two machines share
+ROUNDING = {("equations", "error")}
+#: what must be the same for two runs to be equal to the last digit
+CONDITIONS = ("versions", "device", "threads", "cpu")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What disagrees, one sentence each, and how the folders were compared."""
+
+    differences: list[str]
+    compared: str
+
+    @property
+    def agree(self) -> bool:
+        return not self.differences
+
+
+def compare(expected: Path, found: Path, notebooks: bool = True) -> Report:
+    """Compare two results folders; ValueError where one holds no results.
+
+    A notebook that neither folder has is left out. notebooks=False leaves the executed copies out.
+    """
+    stems = [_stems(folder) for folder in (expected, found)]
+    differences, n_tables, n_cells, exact = [], 0, 0, []
+    for stem in sorted(stems[0] | stems[1]):
+        if stem not in stems[1] or stem not in stems[0]:
+            differences.append(f"{stem} is {'missing' if stem in stems[0] else 'extra'}: only one folder has run it")
+            continue
+        ours, theirs = (Store(folder.absolute(), stem).manifest() for folder in (expected, found))
+        same = all(ours.get(key) == theirs.get(key) for key in CONDITIONS)
+        exact += [stem] * same
+        for kind, suffix in (("tables", "csv"), ("figures", "png")):
+            names = [_present(folder, kind, suffix, about) for folder, about in ((expected, ours), (found, theirs))]
+            differences += [f"{kind}/{name}.{suffix} is missing" for name in sorted(names[0] - names[1])]
+            differences += [f"{kind}/{name}.{suffix} is extra" for name in sorted(names[1] - names[0])]
+            if kind == "tables":
+                for name in sorted(names[0] & names[1]):
+                    tables = [folder / "tables" / f"{name}.csv" for folder in (expected, found)]
+                    n_tables += 1
+                    n_cells += pd.read_csv(tables[0]).size
+                    differences += _table(name, *tables, exact=same)
+        if same and notebooks:
+            differences += _executed(stem, expected, found)
+    how = f"{n_tables} tables with {n_cells} cells; "
+    how += f"to the last digit (same machine, threads and versions): {', '.join(exact) or 'none'}; "
+    how += "the others within seed spread or column tolerance"
+    return Report(differences, how)
+
+
+def _stems(folder: Path) -> set[str]:
+    stems = {path.stem for path in folder.glob("artefacts/*.json")}
+    if not stems:
+        raise ValueError(f"{folder} holds no results: there is no artefacts/*.json in it.")
+    return stems
+
+
+def _present(folder: Path, kind: str, suffix: str, manifest: dict) -> set[str]:
+    return {name for name in manifest.get(kind, {}) if (folder / kind / f"{name}.{suffix}").is_file()}
+
+
+def _table(name: str, expected: Path, found: Path, exact: bool) -> Iterator[str]:
+    ours, theirs = (pd.read_csv(path, dtype=str, keep_default_na=False) for path in (expected, found))
+    if list(ours.columns) != list(theirs.columns):
+        names = sorted(set(ours.columns) ^ set(theirs.columns)) or "their order"
+        yield f"tables/{name}.csv: the columns differ: {names}"
+        return
+    if len(ours) != len(theirs):
+        yield f"tables/{name}.csv: {len(ours)} rows expected, {len(theirs)} found"
+        return
+    numbers = pd.read_csv(expected)
+    keys = [c for c in ours if not pd.api.types.is_float_dtype(numbers[c]) and c not in ("run", "status")]
+    for column in ours:
+        numeric = pd.api.types.is_numeric_dtype(numbers[column]) and not pd.api.types.is_bool_dtype(numbers[column])
+        tolerance = np.zeros(len(ours)) if exact or not numeric else _tolerance(name, numbers, column)
+        for row, (one, other) in enumerate(zip(ours[column], theirs[column], strict=True)):
+            if not _equal(one, other, tolerance[row], column, exact):
+                where = ", ".join(f"{key}={ours[key][row]}" for key in keys if key != column and ours[key][row])
+                allowed = f", tolerance {tolerance[row]:.2g}" if numeric else ""
+                yield f"tables/{name}.csv row {row + 1} ({where}), {column}: {one} expected, {other} found{allowed}"
+
+
+def _equal(one: str, other: str, tolerance: float, column: str, exact: bool) -> bool:
+    if one == other:
+        return True
+    if exact:
+        return False
+    if column == "status":  # the step at which a run diverged moves with rounding; that it did, does not
+        return one.split()[:1] == other.split()[:1]
+    try:
+        return abs(float(one) - float(other)) <= tolerance
+    except ValueError:  # text, or an empty cell on one side
+        return False
+
+
+def _tolerance(name: str, table: pd.DataFrame, column: str) -> np.ndarray:
+    """Allowed difference of each row between machines: `SPREADS` seed deviations, or the column's own tolerance."""
+    if (name, column) in ROUNDING or column in ("diverged_at", "steps", "parameters"):
+        return np.full(len(table), np.inf)
+    absolute, relative = TOLERANCES.get(column, TOLERANCES[""])
+    base = absolute + relative * table[column].abs()
+    group = [key for key in ("dataset", "data_source", "arm", "setting", "method", "scaling", "score") if key in table]
+    if "seed" in table and column != "seed" and group:
+        spread = SPREADS * table.groupby(group, sort=False)[column].transform("std")
+        base = spread.where(spread.notna(), base)
+    return base.fillna(0.0).to_numpy()
+
+
+def _executed(stem: str, expected: Path, found: Path) -> list[str]:
+    """One sentence where nbdiff, as shipped configured, sees the executed copies differ."""
+    copies = [folder / "notebooks" / f"{stem}.ipynb" for folder in (expected, found)]
+    if not all(path.is_file() for path in copies):
+        return []
+    environment = os.environ | {"JUPYTER_CONFIG_PATH": str(Path(__file__).parent / "nbdime")}
+    command = [sys.executable, "-m", "nbdime.nbdiffapp", "--no-color", *map(str, copies)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        return [f"notebooks/{stem}.ipynb: nbdiff failed: {done.stderr.strip().splitlines()[-1:]}"]
+    places = [line.removeprefix("## ").rstrip(":") for line in done.stdout.splitlines() if line.startswith("## ")]
+    said = ", ".join(places[:4]) + (" ..." if len(places) > 4 else "")
+    return [f"notebooks/{stem}.ipynb: nbdiff: {said}"] if places else []
