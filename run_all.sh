@@ -151,6 +151,8 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
 if [ "$command" = exec ]; then
   export PATH="$(dirname "$PYTHON"):$PATH" JUPYTER_PREFER_ENV_PATH=1
+  # nbdiff: numbers in outputs count; execution counts, times and random cell ids do not
+  export JUPYTER_CONFIG_PATH="$ROOT/jemlib/nbdime${JUPYTER_CONFIG_PATH:+:$JUPYTER_CONFIG_PATH}"
   exec "$@"
 fi
 if [ "$command" = test ]; then

@@ -59,7 +59,9 @@ def compare(expected: Path, found: Path) -> None:
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     print(*report.differences, sep="\n", end="\n" if report.differences else "")
-    print(f"{'agree' if report.agree else f'{len(report.differences)} differences'}: {report.compared}")
+    n = len(report.differences)
+    verdict = "agree" if report.agree else f"{n} difference{'s' if n > 1 else ''}"
+    print(f"{verdict}: {report.compared}")
     sys.exit(0 if report.agree else 1)
 
 

@@ -7,18 +7,19 @@ several seeds, else by the tolerance of its column.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import io
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pandas as pd
 
 from jemlib.results import Store
 
+NBDIME_CONFIG = Path(__file__).parent / "nbdime" / "nbdime_config.json"
 SPREADS = 4.0
 #: column -> (absolute, relative) tolerance between machines; a column that is not named has the last line's
 TOLERANCES: dict[str, tuple[float, float]] = {
@@ -139,15 +140,18 @@ def _tolerance(name: str, table: pd.DataFrame, column: str) -> np.ndarray:
 
 
 def _executed(stem: str, expected: Path, found: Path) -> list[str]:
-    """One sentence where nbdiff, as shipped configured, sees the executed copies differ."""
+    """One sentence where nbdime, with the shipped configuration, sees the executed copies differ."""
+    from nbdime.diffing.notebooks import diff_notebooks, set_notebook_diff_ignores
+    from nbdime.prettyprint import PrettyPrintConfig, pretty_print_notebook_diff
+
     copies = [folder / "notebooks" / f"{stem}.ipynb" for folder in (expected, found)]
     if not all(path.is_file() for path in copies):
         return []
-    environment = os.environ | {"JUPYTER_CONFIG_PATH": str(Path(__file__).parent / "nbdime")}
-    command = [sys.executable, "-m", "nbdime.nbdiffapp", "--no-color", *map(str, copies)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        return [f"notebooks/{stem}.ipynb: nbdiff failed: {done.stderr.strip().splitlines()[-1:]}"]
-    places = [line.removeprefix("## ").rstrip(":") for line in done.stdout.splitlines() if line.startswith("## ")]
+    set_notebook_diff_ignores(json.loads(NBDIME_CONFIG.read_text())["Diff"]["Ignore"])
+    ours, theirs = (nbformat.read(path, as_version=4) for path in copies)
+    text = io.StringIO()
+    told = PrettyPrintConfig(out=text, use_color=False, use_git=False, use_diff=False)
+    pretty_print_notebook_diff(*map(str, copies), ours, diff_notebooks(ours, theirs), told)
+    places = [line.removeprefix("## ").rstrip(":") for line in text.getvalue().splitlines() if line.startswith("## ")]
     said = ", ".join(places[:4]) + (" ..." if len(places) > 4 else "")
     return [f"notebooks/{stem}.ipynb: nbdiff: {said}"] if places else []

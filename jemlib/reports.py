@@ -45,6 +45,12 @@ class _Renderer(IPythonRenderer):
         return mathml(f"\\begin{{{name}}}{body}\\end{{{name}}}", display="block")
 
 
+    def heading(self, text: str, level: int, **attrs: Any) -> str:
+        anchor = re.sub(r"[^\w]+", "-", re.sub(r"<[^>]*>", "", text)).strip("-").lower()
+        link = f'<a class="anchor-link" href="#{anchor}">¶</a>'
+        return f'<h{level} id="{anchor}">{text}{link}</h{level}>\n'
+
+
 class _Exporter(HTMLExporter):
     @pass_context
     def markdown2html(self, context: Any, source: str) -> str:
@@ -180,7 +186,7 @@ def write_page(root: Path, notebook: NotebookNode, stem: str) -> None:
         "data": facts["data"].removeprefix("data: "),
         "seeds": facts["seeds"],
         "commit": _commit(run),
-        "started (UTC)": (notebook.metadata.papermill.start_time or "")[:16].replace("T", " "),
+        "started (UTC)": (notebook.metadata.papermill.get("start_time") or "")[:16].replace("T", " "),
         "took": f"{run['seconds']:.0f} s",
         "machine": machine if manifest else "",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.get("versions", {}).items()),

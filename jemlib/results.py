@@ -307,14 +307,6 @@ class Store:
         return self.dir / "checkpoints" / f"{name}.pt"
 
 
-def figure_alt(path: str | Path) -> str | None:
-    """The alt text that `Store.figure` stored in a PNG."""
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return image.info.get("Description")
-
-
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import nbformat
 import pandas as pd
 import pytest
 
-from jemlib import data, study
+from jemlib import compare, study
 from jemlib.results import repo_root
 
 ROOT = repo_root()
@@ -26,21 +28,6 @@ def test_notebook_is_committed_as_the_study_wants_it(path):
     assert "study.parameters(globals())" in code[1].source
     for cell in code:
         assert not re.search(r"^\s*(def|class)\s|\blambda\b|^\s*[!%]", cell.source, re.M), "helpers live in jemlib"
-
-
-def data_or_skip(load):
-    try:
-        load()
-    except data.DataError as error:
-        pytest.skip(f"data not to be had: {error}")
-
-
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    data_or_skip(data.mnist)
-    out = tmp_path_factory.mktemp("chain") / "smoke"
-    assert study.run("smoke", out=out) == 0
-    return out
 
 
 def artefacts(folder):
@@ -90,9 +77,12 @@ def test_every_row_names_its_record(smoke):
 
 @pytest.mark.notebook
 @pytest.mark.timeout(900)
-def test_the_same_command_twice_gives_the_same_bytes(smoke):
-    first = artefacts(smoke)
+def test_the_same_command_twice_gives_the_same_bytes(smoke, tmp_path):
+    before = Path(shutil.copytree(smoke, tmp_path / "before"))
     assert study.run("smoke", out=smoke, force=True) == 0
-    second = artefacts(smoke)
+    first, second = artefacts(before), artefacts(smoke)
     assert first.keys() == second.keys()
     assert [name for name in first if first[name] != second[name]] == []
+    report = compare.compare(before, smoke)
+    assert report.agree, report.differences
+    assert all(f"{path.stem}" in report.compared for path in NOTEBOOKS), "equal to the last digit"

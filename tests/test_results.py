@@ -13,8 +13,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
 
-from jemlib.results import ResultsError, Store, figure_alt, provenance, repo_root
+from jemlib.results import ResultsError, Store, provenance, repo_root
 
 
 @pytest.fixture
@@ -47,7 +48,8 @@ def test_a_figure_is_byte_identical_and_carries_its_alt_text(store):
     first = path.read_bytes()
     draw()
     assert path.read_bytes() == first
-    assert figure_alt(path) == alt
+    with Image.open(path) as picture:
+        assert picture.info["Description"] == alt and picture.mode == "RGB"
     assert image._repr_mimebundle_()[1]["image/png"]["alt"] == alt
     assert plt.get_fignums() == []
     with pytest.raises(ValueError, match="alt text"):
@@ -126,3 +128,27 @@ def test_provenance_outside_git(monkeypatch, tmp_path):
     assert provenance()["commit"] is None
     assert provenance()["dirty"] is None
     assert (repo_root() / "jemlib").is_dir()
+
+
+def test_the_manifest_traces_every_artefact_to_its_runs(tmp_path):
+    folder = tmp_path / "results"
+    store = Store(folder, "02_mnist", {"seed": 3, "results_dir": str(folder), "data_dir": ""})
+    store.record("early", {"status": "ok"})
+    store.uses(["early"])
+    store.figure("first", plt.figure(figsize=(1, 1)), "nothing")
+    store.uses(["early", "late"])
+    store.table("own", pd.DataFrame({"run": ["late", "late"], "x": [1, 2]}))
+    store.table("all", pd.DataFrame({"x": [1, 2]}))
+    store.headline("Two runs.", thumbnail="first")
+    manifest = Store(tmp_path / "results", "02_mnist").manifest()
+    assert manifest["parameters"] == {"seed": 3, "results_dir": "<results>", "data_dir": ""}, "no folder of the machine"
+    assert manifest["figures"] == {"02_first": {"alt": "nothing", "runs": ["early"]}}
+    assert manifest["tables"] == {"own": {"runs": ["late"]}, "all": {"runs": ["early", "late"]}}
+    assert (manifest["headline"], manifest["thumbnail"]) == ("Two runs.", "02_first")
+    for key in ("commit", "dirty", "versions", "device", "threads", "cpu"):
+        assert key in manifest
+    missing = {path.name for path in store.files() if not path.is_file()}
+    assert missing == {"late.json", "early.pt", "late.pt"}
+    store.clear()
+    assert store.manifest() == {} and not list((tmp_path / "results").glob("*/*.csv"))
+    assert (tmp_path / "results" / "runs" / "early.json").is_file(), "runs are kept"

@@ -186,26 +186,56 @@ def test_a_run_leaves_copies_reports_index_and_times(folder, tmp_path, capfd):
     for stem in ("01_first", "02_second"):
         copy = (out / "notebooks" / f"{stem}.ipynb").read_text()
         assert '"output_path": "' + stem in copy
-        assert stem in (out / "reports" / f"{stem}.html").read_text()
+        page = (out / "reports" / f"{stem}.html").read_text()
         assert f'<a href="reports/{stem}.html">{stem}</a>' in (out / "index.html").read_text()
+        assert f"./run_all.sh --profile quick --seed 3 --only {stem[:2]}" in page
         assert f"notebook {stem}," in (out / "tables" / "timing.csv").read_text()
 
-    # A failure afterwards: it is named, and nothing of the earlier run stays for it or for what comes later.
-    write_notebook(folder / "01_first.ipynb", [DECLARATIONS, CONFIG, "raise ValueError('no good')"])
+    # A failure afterwards: it is named, and nothing of the earlier run stays for it or for what needs it.
+    write_notebook(folder / "01_first.ipynb", [DECLARATIONS, CONFIG, "raise ValueError('no <good>')"])
+    needing = nbformat.read(folder / "02_second.ipynb", as_version=4)
+    needing.metadata["jemlib"] = {"needs": ["01_first"]}
+    nbformat.write(needing, folder / "02_second.ipynb")
+    write_notebook(folder / "03_third.ipynb", [DECLARATIONS, CONFIG, "1"])
     assert study.run(out=out, notebooks=folder) == 1
-    assert "01_first FAILED" in (failure := capfd.readouterr().err)
-    assert "cell 4 (In [4]) raised ValueError: no good" in failure
-    assert not list(out.glob("reports/*")) and [p.name for p in out.glob("notebooks/*")] == [
-        "01_first.unfinished.ipynb"
-    ]
+    printed = capfd.readouterr()
+    assert "01_first FAILED" in printed.err and "cell 4 (In [4]) raised ValueError: no <good>" in printed.err
+    assert "02_second not run: it needs 01_first" in printed.err
+    assert "[3/3] 03_third ok" in printed.out
+    assert "stopped: 01_first FAILED, 02_second not run, 03_third ok" in printed.out
+    assert {p.name for p in out.glob("notebooks/*")} == {"01_first.unfinished.ipynb", "03_third.ipynb"}
+    page = (out / "reports" / "01_first.html").read_text()
+    assert "<title>FAILED: 01_first (quick)</title>" in page
+    assert "no &lt;good&gt;" in page and "no <good>" not in page
+    assert not (out / "reports" / "02_second.html").exists()
     index = (out / "index.html").read_text()
-    assert "<td>01_first</td><td>FAILED</td>" in index and "<td>02_second</td><td>not run</td>" in index
+    assert "FAILED: cell 4 (In [4]) raised ValueError: no &lt;good&gt;" in index
+    assert "not run: it needs 01_first" in index
+
+
+def test_a_file_that_has_gone_is_named_before_the_notebook_that_needs_it(folder, tmp_path, capfd):
+    """What 02 wrote and 03 needs is deleted between the two."""
+    store = "from jemlib.results import Store\nimport pandas as pd\n"
+    write = 'Store(results_dir, "01_first", config).table("made", pd.DataFrame({"x": [1]}))'
+    delete = "import pathlib\npathlib.Path(results_dir, 'tables', 'made.csv').unlink()"
+    write_notebook(folder / "01_first.ipynb", [DECLARATIONS, CONFIG, store + write])
+    write_notebook(folder / "02_second.ipynb", [DECLARATIONS, CONFIG, delete])
+    path = write_notebook(folder / "03_third.ipynb", [DECLARATIONS, CONFIG, "1"])
+    needing = nbformat.read(path, as_version=4)
+    needing.metadata["jemlib"] = {"needs": ["01_first"]}
+    nbformat.write(needing, path)
+    out = tmp_path / "out"
+    assert study.run(out=out, notebooks=folder) == 1
+    assert "03_third FAILED after 0 s: tables/made.csv, which 01_first wrote, is missing" in capfd.readouterr().err
+    assert "<title>FAILED: 03_third (quick)</title>" in (out / "reports" / "03_third.html").read_text()
 
 
 def test_a_kernel_that_dies_is_a_failure(folder, tmp_path, capfd):
     write_notebook(folder / "01_first.ipynb", [DECLARATIONS, CONFIG, "import os\nos.kill(os.getpid(), 9)", "1"])
-    assert study.run(only="01", out=tmp_path / "out", notebooks=folder) == 1
+    out = tmp_path / "out"
+    assert study.run(only="01", out=out, notebooks=folder) == 1
     assert "the kernel died in cell 4" in capfd.readouterr().err
+    assert "FAILED: the kernel died in cell 4" in (out / "index.html").read_text()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
@@ -228,7 +258,8 @@ def test_an_interrupted_run_leaves_nothing_that_looks_whole(folder, tmp_path):
     _, messages = process.communicate(timeout=60)
     assert process.returncode == 130, messages
     assert "interrupted" in messages
-    assert [p.name for p in out.rglob("01_first*")] == ["01_first.unfinished.ipynb"]
+    assert {p.name for p in out.rglob("01_first*")} == {"01_first.unfinished.ipynb", "01_first.html"}
+    assert "FAILED: it was interrupted" in (out / "reports" / "01_first.html").read_text()
 
 
 @pytest.mark.parametrize(
