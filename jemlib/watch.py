@@ -106,7 +106,8 @@ class Watch:
         """rich asks for the time whenever it draws; the text is brought up to date on the way."""
         if self.bar.tasks and self.stem:
             task = self.bar.tasks[0]
-            task.description = f"{self._place()}  cell {self.cell} of {self.n_cells}"
+            where = f"cell {self.cell} of {self.n_cells}" if self.cell else "starting its kernel"
+            task.description = f"{self._place()}  {where}"
             task.fields["times"] = self._times()
             elapsed, left = time.monotonic() - self.began, self.left()
             task.completed = elapsed / (elapsed + left) if left is not None else 0.0
