@@ -1,0 +1,135 @@
+"""Kernels that start warm: one process imports what every notebook needs, and each kernel is a fork of it.
+
+A kernel is still a process of its own with a state of its own; it only does not import torch again. `python -m
+jemlib.kernels` is that first process. It ends with its parent, and its kernels with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from typing import Any
+
+from jupyter_client import AsyncKernelManager
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
+
+#: a fork of a process that has loaded Apple's frameworks may crash, and Windows has none
+CAN_FORK = sys.platform == "linux"
+
+
+class ForkedKernelManager(AsyncKernelManager):
+    """Starts its kernel as a fork; for `nbclient` and papermill as kernel_manager_class."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.provisioner = _Provisioner(parent=self, kernel_id=str(uuid.uuid4()), kernel_spec=self.kernel_spec)
+
+
+class _Provisioner(LocalProvisioner):
+    async def launch_kernel(self, cmd: list[str], **options: Any) -> dict[str, Any]:
+        arguments = cmd[cmd.index("ipykernel_launcher") + 1 :]
+        self.process = _Process(_first_process().fork({"arguments": arguments, "cwd": str(options.get("cwd") or ".")}))
+        self.pid = self.pgid = self.process.pid  # it leads a process group of its own
+        return self.connection_info
+
+
+class _Process:
+    """As much of `subprocess.Popen` as a provisioner uses. Not our child, so how it ended is not known."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, pid: int):
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return 1
+        return None
+
+    def wait(self) -> int:
+        while self.poll() is None:
+            time.sleep(0.01)
+        return 1
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _FirstProcess:
+    """The process that is forked, started on first use."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "jemlib.kernels"]
+        self.pipe = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.lock = threading.Lock()
+
+    def fork(self, order: dict[str, Any]) -> int:
+        """The process id of a new kernel; RuntimeError where there is none."""
+        with self.lock:
+            try:
+                self.pipe.stdin.write(json.dumps(order) + "\n")
+                self.pipe.stdin.flush()
+                return int(self.pipe.stdout.readline())
+            except (OSError, ValueError):
+                _first_process.cache_clear()  # the next attempt starts another
+                raise RuntimeError("the process that kernels are forked from has ended") from None
+
+
+@functools.cache
+def _first_process() -> _FirstProcess:
+    return _FirstProcess()
+
+
+def _serve() -> None:
+    """Fork a kernel for every line of stdin and print its process id."""
+    import ipykernel.kernelapp
+    import torch._dynamo
+
+    import jemlib.stability  # noqa: F401
+
+    # Ctrl-C in a terminal reaches this process too; it ends when its parent closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that an ended kernel is gone at once
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            answers.close()
+            _become_kernel(**json.loads(line))
+        print(pid, file=answers, flush=True)
+
+
+def _become_kernel(arguments: list[str], cwd: str) -> None:
+    from ipykernel.kernelapp import launch_new_instance
+
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(cwd)
+    try:
+        launch_new_instance(argv=[*arguments, f"--IPKernelApp.parent_handle={os.getppid()}"])
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve()
