@@ -34,8 +34,9 @@ class Job(NamedTuple):
     """What a worker needs to know to run a cell. Paths are those of a file system that all workers share."""
 
     name: str
-    notebook: str
-    root: str
+    root: str  #: the sweep's folder
+    notebook: str  #: name of the notebook in it
+    cwd: str  #: the kernel's folder
     parameters: dict[str, Any]
     table: str
 
@@ -153,7 +154,7 @@ def _execute(job: Job) -> str | None:
     from jemlib import kernels
 
     _prepare_process()
-    source = Path(job.notebook)
+    source = Path(job.root, job.notebook)
     error = None
     with tempfile.TemporaryDirectory() as scratch:  # papermill writes its copy cell by cell; only a whole one is kept
         copy = Path(scratch, source.name)
@@ -163,7 +164,7 @@ def _execute(job: Job) -> str | None:
                     source, copy, job.parameters | {"results_dir": str(job.folder)}, kernel_name="python3",
                     language="python", progress_bar=False, start_timeout=180,
                     kernel_manager_class=kernels.ForkedKernelManager if kernels.CAN_FORK else AsyncKernelManager,
-                    resources={"metadata": {"path": str(source.parent)}},  # the kernel's folder; cwd= is the process's
+                    resources={"metadata": {"path": job.cwd}},  # the kernel's folder; cwd= is the process's
                 )  # fmt: skip
             except papermill.PapermillExecutionError as failure:
                 error = f"notebook cell {failure.cell_index + 1} raised {failure.ename}: {failure.evalue}"

@@ -8,6 +8,7 @@ import seaborn as sns
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogLocator
 
 
 def maps(
@@ -68,7 +69,9 @@ def maps(
     for ax in axes.flat:
         ax.label_outer()
     fig.suptitle(title, size=11)
-    fig.colorbar(axes.flat[0].collections[0], ax=axes, label=label, shrink=0.8)
+    ticks = {"ticks": LogLocator(subs=(1.0, 3.0)), "format": "%g"} if "norm" in colours else {}
+    bar = fig.colorbar(axes.flat[0].collections[0], ax=axes, label=label, shrink=0.8, **ticks)
+    bar.ax.minorticks_off()
     shown = ", ".join(f"{item:g}" if isinstance(item, float) else str(item) for item in order["columns"])
     about = f"{title}. {label} with runs alive of all, by {y} and, from left to right, {x} {shown}"
     return fig, ". ".join([about, *said])

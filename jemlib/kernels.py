@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
 import os
 import signal
@@ -23,6 +24,9 @@ from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
 #: a fork of a process that has loaded Apple's frameworks may crash, and Windows has none
 CAN_FORK = sys.platform == "linux"
+
+#: torch imports its compiler at the first step of an optimizer
+PRELOADED = ("ipykernel.kernelapp", "jemlib.stability", "torch._dynamo", "matplotlib.pyplot")
 
 
 class ForkedKernelManager(AsyncKernelManager):
@@ -99,11 +103,8 @@ def _first_process() -> _FirstProcess:
 
 def _serve() -> None:
     """Fork a kernel for every line of stdin and print its process id."""
-    import ipykernel.kernelapp
-    import torch._dynamo
-
-    import jemlib.stability  # noqa: F401
-
+    for name in PRELOADED:
+        importlib.import_module(name)
     # Ctrl-C in a terminal reaches this process too; it ends when its parent closes the pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that an ended kernel is gone at once

@@ -8,18 +8,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from jemlib import evaluation, exact, runs, toy_runs
+from jemlib import evaluation, exact, runs, sweep, toy_runs
 from jemlib.config import TrainConfig
 from jemlib.data import Dataset
 from jemlib.exact import Space
 from jemlib.parallel import Task, train_all
 from jemlib.results import Store, repo_root
-from jemlib.sweep import STATUSES_WITHOUT_RESULT
 from jemlib.toy import Toy
 from jemlib.training import FitResult
 
+SETTING = ["lr", "n_steps", "step_size"]
 #: what all toy runs have in common; Equation (5) itself: the noise is the square root of the step
 TOY: dict[str, Any] = {
     "network": "mlp", "depth": 2, "input_scale": 5.0, "beta1": 0.9, "at_bounds": "reflect", "buffer_size": 2000,
@@ -87,9 +88,24 @@ def read(path: str | Path) -> tuple[pd.DataFrame, int]:
     needed = ["dataset", "method", "lr", "n_steps", "step_size", "seed", "kl_nats", "accuracy", "status"]
     if missing := [name for name in needed if name not in rows]:
         raise ValueError(f"{path} is no sweep of the toy cell: it has no column {', '.join(missing)}")
-    without = rows["status"].isin(STATUSES_WITHOUT_RESULT)
+    without = rows["status"].isin(sweep.STATUSES_WITHOUT_RESULT)
     rows = rows[~without].astype({"n_steps": int, "seed": int})
     return rows.reset_index(drop=True), int(without.sum())
+
+
+def joined(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """The rows of all data sets in one table, the columns of the first part first."""
+    return pd.concat(parts, ignore_index=True)
+
+
+def counts(rows: pd.DataFrame) -> pd.DataFrame:
+    """`sweep.counts` by data set, method and setting, with median KL and accuracy; `panel` names method and lr."""
+    found = sweep.counts(rows, ["dataset", "method", *SETTING], ["kl_nats", "accuracy"])
+    several = found["lr"].nunique() > 1
+    found["panel"] = found["method"] + (", lr " + found["lr"].map("{:g}".format) if several else "")
+    # a row of panels each learning rate, the data sets in their order
+    rank = [pd.factorize(found["dataset"])[0], found["lr"]]
+    return found.iloc[np.lexsort(rank[::-1])].reset_index(drop=True)
 
 
 def region(counts: pd.DataFrame, dies: str = "jem", lives: str = "st_jem") -> pd.DataFrame:
@@ -97,11 +113,57 @@ def region(counts: pd.DataFrame, dies: str = "jem", lives: str = "st_jem") -> pd
 
     counts: as of `sweep.counts` by dataset, method, lr, n_steps and step_size.
     """
-    keys = ["dataset", "lr", "n_steps", "step_size"]
+    keys = ["dataset", *SETTING]
     both = [counts[counts["method"] == name].set_index(keys)[["alive", "runs"]] for name in (dies, lives)]
     side = both[0].join(both[1], how="inner", lsuffix=f"_{dies}", rsuffix=f"_{lives}")
     dead = 2 * side[f"alive_{dies}"] <= side[f"runs_{dies}"]
     return side[dead & (side[f"alive_{lives}"] == side[f"runs_{lives}"])].reset_index()
+
+
+def marked(counts: pd.DataFrame, region: pd.DataFrame) -> pd.DataFrame:
+    """The cells of `counts`, of every method, whose setting lies in the region."""
+    return counts.merge(region[["dataset", *SETTING]], on=["dataset", *SETTING])
+
+
+def sentence(counts: pd.DataFrame, region: pd.DataFrame, dies: str = "jem", lives: str = "st_jem") -> str:
+    """Per data set, one sentence: whether there is a region, and where it lies."""
+    said = []
+    for dataset, part in counts.groupby("dataset", sort=False):
+        inside = region[region["dataset"] == dataset]
+        n = len(part.drop_duplicates(SETTING))
+        if inside.empty:
+            said.append(f"{dataset}: at none of {n} settings did {dies} lose half of its runs and {lives} none.")
+            continue
+        lost, all_lost = ((inside[f"runs_{dies}"] - inside[f"alive_{dies}"]).sum(), inside[f"runs_{dies}"].sum())
+        said.append(
+            f"{dataset}: at {len(inside)} of {n} settings {dies} lost at least half of its runs ({lost} of {all_lost}) "
+            f"and {lives} none of {inside[f'runs_{lives}'].sum()}: "
+            + "; ".join(_setting(row) for row in inside.to_dict("records")) + "."
+        )  # fmt: skip
+    return "\n".join(said)
+
+
+def verdict(counts: pd.DataFrame) -> pd.DataFrame:
+    """Per data set and method: runs, survivors, cells that lost at least half, its best and worst live cell.
+
+    Judged by kl_nats where it is known, else by accuracy.
+    """
+    rows = []
+    for (dataset, method), part in counts.groupby(["dataset", "method"], sort=False):
+        exactly = part["kl_nats"].notna().any()
+        quantity = "kl_nats" if exactly else "accuracy"
+        alive = part.dropna(subset=[quantity]).sort_values(quantity, ascending=exactly).to_dict("records")
+        ends = [f"{cell[quantity]:.3g} ({_setting(cell)})" for cell in (alive[:1] + alive[-1:])] or ["none"] * 2
+        rows.append({
+            "dataset": dataset, "method": method, "runs": part["runs"].sum(), "alive": part["alive"].sum(),
+            "cells": len(part), "cells that lost half": int((2 * part["alive"] <= part["runs"]).sum()),
+            "judged by": quantity, "best": ends[0], "worst": ends[1],
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _setting(cell: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {cell[name]:g}" for name in SETTING)
 
 
 def predictions(distribution: str, methods: Iterable[str], n: int) -> pd.DataFrame:
@@ -117,22 +179,3 @@ def predictions(distribution: str, methods: Iterable[str], n: int) -> pd.DataFra
             found = float(exact.kl(reference.log_data, reference.log_optimum, reference.space.log_mass))
         rows.append({"method": method, "sampler": sampler, "kl_nats": found})
     return pd.DataFrame(rows)
-
-
-def verdict(counts: pd.DataFrame, quantity: str, better: str = "low") -> pd.DataFrame:
-    """Per data set and method: runs, how many survived, cells that lost at least half, best and worst live cell."""
-    rows = []
-    for (dataset, method), part in counts.groupby(["dataset", "method"], sort=False):
-        alive = part.dropna(subset=[quantity]).sort_values(quantity, ascending=better == "low")
-        ends = [_named(alive.iloc[i], quantity) if len(alive) else "none" for i in (0, -1)]
-        rows.append({
-            "dataset": dataset, "method": method, "runs": part["runs"].sum(), "alive": part["alive"].sum(),
-            "cells": len(part), "cells that lost half": int((2 * part["alive"] <= part["runs"]).sum()),
-            f"best {quantity}": ends[0], f"worst {quantity}": ends[1],
-        })  # fmt: skip
-    return pd.DataFrame(rows)
-
-
-def _named(cell: Mapping[str, Any], quantity: str) -> str:
-    setting = ", ".join(f"{key}={cell[key]:g}" for key in ("lr", "n_steps", "step_size"))
-    return f"{cell[quantity]:.3g} ({setting})"

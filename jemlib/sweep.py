@@ -164,7 +164,9 @@ def run(
             print(f"{len(plan)} cells, {len(plan) - len(missing)} of them finished before", flush=True)
             about = {"notebook": notebook.name, "grid": grid, "table": table}
             write_atomic(store.dir / "sweep.json", json.dumps(about, indent=2, default=str).encode())
-            where = (str(notebook), str(store.dir))
+            # what runs is a copy, so that nobody edits the notebook of a sweep that is under way
+            write_atomic(store.dir / notebook.name, notebook.read_bytes())
+            where = (str(store.dir), notebook.name, str(notebook.parent))
             jobs = [executor.Job(cell.name, *where, common | cell.given, table) for cell in missing]
             interrupted = False
             try:

@@ -49,7 +49,7 @@ def write(store: Store, rows: pd.DataFrame, swept: Sequence[str]) -> None:
 
 
 def _survival(store: Store, rows: pd.DataFrame, swept: list[str]):
-    from jemlib import figures_maps
+    from jemlib import figures, figures_maps
     from jemlib.sweep import counts
 
     cells = counts(rows, swept) if swept else pd.DataFrame()
@@ -58,5 +58,6 @@ def _survival(store: Store, rows: pd.DataFrame, swept: list[str]):
     # numbers make the axes, whatever else was swept makes panels
     y, x, *rest = sorted(swept, key=lambda name: not pd.api.types.is_numeric_dtype(rows[name]))
     cells["panel"] = [", ".join(f"{name} {row[name]}" for name in rest) for row in cells.to_dict("records")]
+    figures.style()
     title = f"{store.dir.name}: share of runs that survived"
     return store.figure("survival", *figures_maps.maps(cells, "share", title, "share alive", x=x, y=y, panel="panel"))
