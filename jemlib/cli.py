@@ -75,6 +75,8 @@ def sweep(
         raise click.UsageError(str(error)) from error
     except OSError as error:
         raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:  # before the first cell
+        code = 130
     sys.exit(code)
 
 

@@ -11,11 +11,11 @@ import functools
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from typing import Any
 
@@ -23,7 +23,7 @@ from jupyter_client import AsyncKernelManager
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
 #: a fork of a process that has loaded Apple's frameworks may crash, and Windows has none
-CAN_FORK = sys.platform == "linux"
+CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 #: torch imports its compiler at the first step of an optimizer
 PRELOADED = ("ipykernel.kernelapp", "jemlib.stability", "torch._dynamo", "matplotlib.pyplot")
@@ -52,22 +52,30 @@ class _Process:
 
     def __init__(self, pid: int):
         self.pid = pid
+        try:
+            self.handle = os.pidfd_open(pid)  # a number may be given to another process, a handle never
+        except ProcessLookupError:
+            raise RuntimeError("the kernel ended as it started") from None
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.close(self.handle)
 
     def poll(self) -> int | None:
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return 1
-        return None
+        return 1 if self._ended(0) else None
 
     def wait(self) -> int:
-        while self.poll() is None:
-            time.sleep(0.01)
+        self._ended(None)
         return 1
+
+    def _ended(self, milliseconds: int | None) -> bool:
+        poller = select.poll()
+        poller.register(self.handle, select.POLLIN)
+        return bool(poller.poll(milliseconds))
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+            signal.pidfd_send_signal(self.handle, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -91,7 +99,7 @@ class _FirstProcess:
                 self.pipe.stdin.write(json.dumps(order) + "\n")
                 self.pipe.stdin.flush()
                 return int(self.pipe.stdout.readline())
-            except (OSError, ValueError):
+            except (OSError, ValueError):  # ValueError: no number came back
                 _first_process.cache_clear()  # the next attempt starts another
                 raise RuntimeError("the process that kernels are forked from has ended") from None
 

@@ -114,10 +114,10 @@ def region(counts: pd.DataFrame, dies: str = "jem", lives: str = "st_jem") -> pd
     counts: as of `sweep.counts` by dataset, method, lr, n_steps and step_size.
     """
     keys = ["dataset", *SETTING]
-    both = [counts[counts["method"] == name].set_index(keys)[["alive", "runs"]] for name in (dies, lives)]
-    side = both[0].join(both[1], how="inner", lsuffix=f"_{dies}", rsuffix=f"_{lives}")
+    both = [counts.loc[counts["method"] == name, [*keys, "alive", "runs"]] for name in (dies, lives)]
+    side = both[0].merge(both[1], on=keys, suffixes=(f"_{dies}", f"_{lives}"))
     dead = 2 * side[f"alive_{dies}"] <= side[f"runs_{dies}"]
-    return side[dead & (side[f"alive_{lives}"] == side[f"runs_{lives}"])].reset_index()
+    return side[dead & (side[f"alive_{lives}"] == side[f"runs_{lives}"])].reset_index(drop=True)
 
 
 def marked(counts: pd.DataFrame, region: pd.DataFrame) -> pd.DataFrame:

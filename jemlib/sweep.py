@@ -100,6 +100,8 @@ def cells(notebook: Path, grid: Mapping[str, Sequence[Any]]) -> list[Cell]:
         raise ParameterError(f"{where}A notebook needs the parameter results_dir to be swept.")
     typed = {}
     for name, values in grid.items():
+        if not len(values):
+            raise ParameterError(f"{where}The grid gives no value of '{name}'.")
         typed[name] = [coerce(name, value, declared[name][0], where) for value in values]
         if any(value in typed[name][:i] for i, value in enumerate(typed[name])):
             raise ParameterError(f"{where}The grid gives a value of '{name}' twice.")
@@ -111,8 +113,8 @@ def cells(notebook: Path, grid: Mapping[str, Sequence[Any]]) -> list[Cell]:
         given = dict(zip(typed, values, strict=True))
         effective = {name: None if value is MISSING else value for name, value in (defaults | given).items()}
         whole = json.dumps([FORMAT, notebook.stem, code, effective], sort_keys=True, default=str)
-        readable = re.sub(r"[^A-Za-z0-9.+-]+", "-", "_".join(f"{name}-{value}" for name, value in given.items()))
-        found.append(Cell(f"{readable[:100]}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}", given))
+        readable = re.sub(r"[^A-Za-z0-9_.+-]+", "-", "_".join(f"{name}-{value}" for name, value in given.items()))
+        found.append(Cell(f"{readable[:100] or 'only'}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}", given))
     return found
 
 
