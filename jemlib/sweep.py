@@ -163,7 +163,7 @@ def run(
             for cell in plan if force else ():
                 (store.dir / "cells" / cell.name / "cell.json").unlink(missing_ok=True)
             missing = [cell for cell in plan if record(store.dir, cell.name).get("status") != "done"]
-            print(f"{len(plan)} cells, {len(plan) - len(missing)} of them finished before", flush=True)
+            print(f"{len(plan)} cell{'s' * (len(plan) != 1)}, {len(plan) - len(missing)} finished before", flush=True)
             about = {"notebook": notebook.name, "grid": grid, "table": table}
             write_atomic(store.dir / "sweep.json", json.dumps(about, indent=2, default=str).encode())
             # what runs is a copy, so that nobody edits the notebook of a sweep that is under way

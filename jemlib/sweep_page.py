@@ -15,7 +15,8 @@ _PAGE = """<!DOCTYPE html>
 <title>sweep {{ title }}</title>
 <style>
 body { font: 16px sans-serif; margin: 2em } img { max-width: 100% } .wide { overflow-x: auto }
-table { border-collapse: collapse; font-size: 14px } td, th { padding: .2em .8em; text-align: left }
+table { border-collapse: collapse; font-size: 14px }
+td, th { padding: .2em .8em; text-align: left; white-space: nowrap }
 tr:nth-child(even) { background: #f3f3f3 } td.number { text-align: right }
 </style>
 <h1>sweep {{ title }}</h1>

@@ -188,17 +188,28 @@ def test_kernels_of_both_kinds_run_a_cell_and_their_end_is_noticed(job, notebook
 # --- whole sweeps, on local workers ---
 
 
-def start(notebook: Path, out: Path, *arguments: str) -> subprocess.Popen:
+@pytest.fixture
+def start(notebook, tmp_path):
+    """Starts `python -m jemlib sweep` on the notebook with two workers; what still runs at the end is ended."""
     # SIGINT is ignored where a shell runs the tests with &
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from jemlib.cli import main; main(sys.argv[1:])"
     )
-    command = [sys.executable, "-c", code, "sweep", str(notebook), "--out", str(out), "--workers", "2", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(repo_root())}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    started = []
+
+    def call(*arguments: str) -> subprocess.Popen:
+        fixed = ("sweep", str(notebook), "--out", str(tmp_path / "out"), "--workers", "2")
+        started.append(subprocess.Popen(
+            [sys.executable, "-c", code, *fixed, *arguments], env=os.environ | {"PYTHONPATH": str(repo_root())},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        ))  # fmt: skip
+        return started[-1]
+
+    yield call
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def records(out: Path) -> dict[str, dict]:
@@ -211,15 +222,14 @@ def wait_for(condition, process):
             return
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.1)
-    process.kill()
     pytest.fail("waited in vain")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twelve_cells_at_once_then_only_what_is_missing(notebook, tmp_path):
+def test_twelve_cells_at_once_then_only_what_is_missing(start, notebook, tmp_path):
     out = tmp_path / "out"
-    process = start(notebook, out, "--grid", "method=jem,<i>st_jem</i>", "--grid", "n=1,2,3", "--seeds", "0,1")
+    process = start("--grid", "method=jem,<i>st_jem</i>", "--grid", "n=1,2,3", "--seeds", "0,1")
     messages, _ = process.communicate(timeout=400)
     assert process.returncode == 1 and "8 of 12 cells done, 4 raised" in messages
     rows = pd.read_csv(out / "tables" / "sweep.csv")
@@ -236,9 +246,9 @@ def test_twelve_cells_at_once_then_only_what_is_missing(notebook, tmp_path):
         nbformat.validate(nbformat.read(cell / notebook.name, as_version=4))
 
     before = {name: one["seconds"] for name, one in records(out).items()}
-    process = start(notebook, out, "--grid", "method=jem,<i>st_jem</i>", "--grid", "n=1,2", "--seeds", "0,1,2")
+    process = start("--grid", "method=jem,<i>st_jem</i>", "--grid", "n=1,2", "--seeds", "0,1,2")
     messages, _ = process.communicate(timeout=400)
-    assert process.returncode == 0 and "12 cells, 8 of them finished before" in messages
+    assert process.returncode == 0 and "12 cells, 8 finished before" in messages
     after = {name: one["seconds"] for name, one in records(out).items()}
     assert len(after) == 16 and before.items() <= after.items(), "a finished cell ran again"
     assert len(pd.read_csv(out / "tables" / "sweep.csv")) == 12
@@ -247,10 +257,10 @@ def test_twelve_cells_at_once_then_only_what_is_missing(notebook, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-def test_a_killed_worker_costs_nothing_and_an_interrupt_leaves_whole_files(notebook, tmp_path):
+def test_a_killed_worker_costs_nothing_and_an_interrupt_leaves_whole_files(start, tmp_path):
     out = tmp_path / "out"
     grid = ("--grid", "n=1,2", "--grid", "nap=0.6", "--seeds", "0-5")
-    process = start(notebook, out, *grid)
+    process = start(*grid)
     wait_for(lambda: records(out), process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: workers too
     messages, _ = process.communicate(timeout=120)
@@ -260,12 +270,12 @@ def test_a_killed_worker_costs_nothing_and_an_interrupt_leaves_whole_files(noteb
     assert not [path for path in out.rglob("*") if path.suffix == ".tmp"]
     assert (pd.read_csv(out / "tables" / "sweep.csv")["status"] == "not run").sum() == 12 - len(done)
 
-    process = start(notebook, out, *grid)
+    process = start(*grid)
     wait_for(lambda: len(records(out)) > len(done), process)
     workers = [p for p in psutil.Process(process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
     workers[0].kill()
     messages, _ = process.communicate(timeout=400)
-    assert process.returncode == 0 and f"12 cells, {len(done)} of them finished before" in messages
+    assert process.returncode == 0 and f"12 cells, {len(done)} finished before" in messages
     rows = pd.read_csv(out / "tables" / "sweep.csv")
     assert len(rows) == rows["cell"].nunique() == 12 and not set(rows["status"]) & {"raised", "not run"}
 
