@@ -40,7 +40,7 @@ class ForkedKernelManager(AsyncKernelManager):
 class _Provisioner(LocalProvisioner):
     async def launch_kernel(self, cmd: list[str], **options: Any) -> dict[str, Any]:
         arguments = cmd[cmd.index("ipykernel_launcher") + 1 :]
-        self.process = _Process(_first_process().fork({"arguments": arguments, "cwd": str(options.get("cwd") or ".")}))
+        self.process = _Process(_fork({"arguments": arguments, "cwd": str(options.get("cwd") or ".")}))
         self.pid = self.pgid = self.process.pid  # it leads a process group of its own
         return self.connection_info
 
@@ -84,29 +84,26 @@ class _Process:
         self.send_signal(signal.SIGKILL)
 
 
-class _FirstProcess:
-    """The process that is forked, started on first use."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "jemlib.kernels"]
-        self.pipe = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.lock = threading.Lock()
-
-    def fork(self, order: dict[str, Any]) -> int:
-        """The process id of a new kernel; RuntimeError where there is none."""
-        with self.lock:
-            try:
-                self.pipe.stdin.write(json.dumps(order) + "\n")
-                self.pipe.stdin.flush()
-                return int(self.pipe.stdout.readline())
-            except (OSError, ValueError):  # ValueError: no number came back
-                _first_process.cache_clear()  # the next attempt starts another
-                raise RuntimeError("the process that kernels are forked from has ended") from None
+_ONE_AT_A_TIME = threading.Lock()  # a worker may have several threads
 
 
 @functools.cache
-def _first_process() -> _FirstProcess:
-    return _FirstProcess()
+def _first_process() -> subprocess.Popen:
+    command = [sys.executable, "-m", "jemlib.kernels"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _fork(order: dict[str, Any]) -> int:
+    """The process id of a new kernel; RuntimeError where there is none."""
+    with _ONE_AT_A_TIME:
+        first = _first_process()
+        try:
+            first.stdin.write(json.dumps(order) + "\n")
+            first.stdin.flush()
+            return int(first.stdout.readline())
+        except (OSError, ValueError):  # ValueError: no number came back
+            _first_process.cache_clear()  # the next attempt starts another
+            raise RuntimeError("the process that kernels are forked from has ended") from None
 
 
 def _serve() -> None:

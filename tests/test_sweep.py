@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -176,6 +177,9 @@ def test_kernels_of_both_kinds_run_a_cell_and_their_end_is_noticed(job, notebook
     monkeypatch.setattr(kernels, "CAN_FORK", can_fork)
     with study.kernel_environment():
         assert executor.run_cell(job)["error"] is None
+        with ThreadPoolExecutor(2) as pool:  # a worker of two threads
+            both = pool.map(executor.run_cell, [job._replace(name=name) for name in ("three", "four")])
+            assert [one["error"] for one in both] == [None, None]
         whole = nbformat.read(job.folder / notebook.name, as_version=4)
         assert whole.cells[-1].execution_count and whole.metadata.papermill.output_path == notebook.name
         edited = nbformat.read(notebook, as_version=4)
