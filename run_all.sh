@@ -6,6 +6,7 @@ usage() {
   cat <<'TEXT'
 Usage: ./run_all.sh [options]        run the notebooks and write results/<profile>/
        ./run_all.sh test [args]      run the tests; args go to pytest
+       ./run_all.sh sweep [args]     a notebook over a grid of parameters; sweep --help lists the options
        ./run_all.sh lab [args]       open JupyterLab on the notebooks; args go to JupyterLab
        ./run_all.sh exec COMMAND ... any command in the environment, such as papermill or python
 
@@ -139,7 +140,7 @@ find_environment() { # sets PYTHON
 
 command="${1:-run}"
 case "$command" in
-  test | lab) shift ;;
+  test | lab | sweep) shift ;;
   exec) shift; [ $# -gt 0 ] || bad_usage "exec needs a command." ;;
   run) [ $# -eq 0 ] || shift; check_arguments "$@" ;;
   *) command=run; check_arguments "$@" ;;

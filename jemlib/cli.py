@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -35,6 +36,47 @@ def run(profile: str, only: str | None, seed: int | None, force: bool, data: Pat
         raise click.UsageError(str(error)) from error
     except OSError as error:
         raise click.ClickException(str(error)) from error
+    sys.exit(code)
+
+
+@main.command()
+@click.argument("notebook", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--grid", "grids", multiple=True, metavar="NAME=V1,V2", help="Values of a parameter; may be repeated.")
+@click.option("--seeds", metavar="0-2", help="Values of the parameter seed: 0-2 or 0,3.")
+@click.option("--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Grid and seeds as YAML.")
+@click.option("--out", metavar="NAME", help="Folder under results/sweeps; the notebook's name without it.")
+@click.option("--table", help="The notebook's table whose rows are collected; sweep_row without it.")
+@click.option("--scheduler", metavar="tcp://HOST:PORT", help="A running dask scheduler; a local cluster without it.")
+@click.option("--workers", type=click.IntRange(min=0), default=0, help="Of the local cluster; one a core without it.")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of the data sets.")
+@click.option("--force", is_flag=True, help="Run finished cells again.")
+def sweep(
+    notebook: Path,
+    grids: tuple[str, ...],
+    seeds: str | None,
+    file: Path | None,
+    out: str | None,
+    table: str | None,
+    **options: Any,
+) -> None:
+    """Run a notebook for every cell of a grid, on the cores of this machine or on a dask cluster.
+
+    Finished cells are skipped, so the same command continues. Exit code 0: every cell is done.
+    """
+    from jemlib import sweep as sweeps
+
+    try:
+        grid, seeds_there = sweeps.read_file(file) if file else ({}, None)
+        grid |= sweeps.parse_grid(grids)  # the command line wins
+        if text := seeds or seeds_there:
+            grid["seed"] = sweeps.parse_seeds(text)
+        code = sweeps.run(notebook, grid, out or notebook.stem, table=table or sweeps.TABLE, **options)
+    except ValueError as error:  # before anything ran
+        raise click.UsageError(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:  # before the first cell
+        code = 130
     sys.exit(code)
 
 

@@ -10,6 +10,7 @@ import ast
 import difflib
 import typing
 from collections.abc import Iterable, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 MISSING = object()  # the default of a parameter whose default is no literal
@@ -73,6 +74,23 @@ def declarations(source: str, namespace: Mapping[str, Any] | None = None) -> dic
             found[node.target.id] = (kind, _literal(node.value))
         elif not isinstance(node, (ast.Import, ast.ImportFrom)):
             return {}
+    return found
+
+
+def declared_in(notebook: Path) -> dict[str, tuple[Any, Any]]:
+    """name -> (type, default) of a notebook's cell tagged 'parameters'; `ParameterError` where that is no such cell."""
+    import nbformat
+
+    cells = nbformat.read(notebook, as_version=4).cells
+    tagged = [cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    found = declarations(tagged[0]) if tagged else {}
+    if not found:
+        raise ParameterError(
+            f"{notebook.name} has no cell tagged 'parameters' that holds only 'name: type = default' lines."
+        )
+    for name, (kind, default) in found.items():
+        if default is not MISSING:
+            coerce(name, default, kind, f"{notebook.name}: ")
     return found
 
 

@@ -25,8 +25,9 @@ class Progress:
     """Shows the steps of one run. The plain lines hold no times, so that two equal runs print the same."""
 
     def __init__(self, label: str, total: int, lines: int = 4, start: int = 0):
-        """lines: how many a run of any length leaves in a log or an executed notebook."""
+        """lines: how many a run of any length leaves in a log or an executed notebook; 0: not even how it ended."""
         self.label, self.total = label, total
+        self.silent = lines == 0 or os.environ.get("JEMLIB_PROGRESS") == "none"
         self.marks = {round(total * (i + 1) / lines) for i in range(lines)}
         self.last = start
         self.bar = None
@@ -46,13 +47,13 @@ class Progress:
         if self.bar is not None:
             self.bar.update(step - self.last)
             self.bar.set_postfix({name: f"{value:.3g}" for name, value in shown.items()})
-        elif os.environ.get("JEMLIB_PROGRESS") != "none" and any(self.last < mark <= step for mark in self.marks):
+        elif not self.silent and any(self.last < mark <= step for mark in self.marks):
             print(f"{self.label}: step {step}/{self.total}", *(f"{k} {v:.3g}" for k, v in shown.items()), sep="  ")
         self.last = step
 
     def close(self, status: str) -> None:
         """Say how the run ended, where that is not simply the last step."""
-        if status != "ok" and os.environ.get("JEMLIB_PROGRESS") != "none":
+        if status != "ok" and not self.silent:
             (tqdm.write if self.bar is not None else print)(f"{self.label}: {status}")
 
     def replay(self, history: list[dict[str, float]], status: str) -> None:

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jemlib.parameters import MISSING, ParameterError, check_names, coerce, declarations, parameters
+from jemlib.parameters import ParameterError, check_names, coerce, declared_in, parameters
 from jemlib.results import Store, git_state, repo_root, write_atomic
 
 __all__ = ["ParameterError", "kernel_environment", "lab", "parameters", "run"]
+
 
 def run(
     profile: str = "quick",
@@ -55,7 +56,7 @@ def _plan(folder: Path, profile: str, only: str | None, given: dict[str, Any]) -
 
     stems = sorted(path.stem for path in folder.glob("[0-9][0-9]_*.ipynb"))
     chosen = _choose(stems, only)
-    declared = {stem: _declared(folder / f"{stem}.ipynb") for stem in stems}
+    declared = {stem: declared_in(folder / f"{stem}.ipynb") for stem in stems}
     file = folder / "params" / f"{profile}.yaml"
     try:
         settings = dict(yaml.safe_load(file.read_text()) or {})
@@ -81,22 +82,6 @@ def _choose(stems: list[str], only: str | None) -> list[str]:
         if not any(item in (stem, stem.split("_")[0]) for stem in stems):
             raise ValueError(f"There is no notebook '{item}'; there are {', '.join(stems)}.")
     return [stem for stem in stems if not wanted or stem in wanted or stem.split("_")[0] in wanted]
-
-
-def _declared(path: Path) -> dict[str, tuple[Any, Any]]:
-    import nbformat
-
-    notebook = nbformat.read(path, as_version=4)
-    tagged = [cell.source for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-    found = declarations(tagged[0]) if tagged else {}
-    if not found:
-        raise ParameterError(
-            f"{path.name} has no cell tagged 'parameters' that holds only 'name: type = default' lines."
-        )
-    for name, (kind, default) in found.items():
-        if default is not MISSING:
-            coerce(name, default, kind, f"{path.name}: ")
-    return found
 
 
 def _run_all(plan: dict[str, dict[str, Any]], folder: Path, root: Path, profile: str, command: str) -> int:

@@ -47,6 +47,7 @@ COLUMNS = {
     " diverged_at",
     "calibration": "model data_source temperature accuracy nll brier ece ece_adaptive n",
     "ood": "model in_dataset ood_dataset score auroc aupr fpr95 n_in n_out",
+    "stability_map": "dataset method lr n_steps step_size seed kl_nats accuracy status diverged_at run",
     "timing": "what seconds ms_per_step peak_memory_mb device threads precision",
 }
 

@@ -120,6 +120,8 @@ def test_an_active_environment_with_the_pins_is_used(copy, tmp_path):
     ).parent.parent
     done = call(copy / "run_all.sh", "lab", "--no-browser", cwd=tmp_path, VIRTUAL_ENV=str(active))
     assert done.stdout.splitlines()[-2:] == [str(copy), "-P -m jemlib lab --no-browser"]
+    done = call(copy / "run_all.sh", "sweep", "a.ipynb", "--seeds", "0-2", cwd=tmp_path, VIRTUAL_ENV=str(active))
+    assert done.stdout.splitlines()[-1] == "-P -m jemlib sweep a.ipynb --seeds 0-2"
     assert not list(copy.glob(".*env"))
 
 

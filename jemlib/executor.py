@@ -1,0 +1,196 @@
+"""Cells of a sweep on dask workers: each a papermill execution in a kernel of its own."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import logging
+import os
+import random
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tqdm import tqdm
+
+from jemlib.results import git_state, write_atomic
+from jemlib.study import kernel_environment
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+START_ATTEMPTS = 4  # kernels that start at the same moment may pick the same port
+_MEMORY_A_CELL = 1.5 * 2**30  # bytes: a kernel with torch, and its worker
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+class Job(NamedTuple):
+    """What a worker needs to know to run a cell. Paths are those of a file system that all workers share."""
+
+    name: str
+    root: str  #: the sweep's folder
+    notebook: str  #: name of the notebook in it
+    cwd: str  #: the kernel's folder
+    parameters: dict[str, Any]
+    table: str
+
+    @property
+    def folder(self) -> Path:
+        """The cell's own results folder."""
+        return Path(self.root, "cells", self.name)
+
+
+def run(jobs: Sequence[Job], scheduler: str | None, workers: int) -> None:
+    """Run every job and leave a record of each, with a progress bar; what a job raises is recorded, not raised.
+
+    scheduler: address of a running dask scheduler; without it `workers` local processes (0: as many as cores and
+    memory allow). OSError where no scheduler answers.
+    """
+    if not jobs:
+        return
+    from distributed import as_completed
+
+    with _client(scheduler, workers or _fitting_workers(len(jobs))) as client:
+        n = len(client.scheduler_info(n_workers=-1)["workers"])
+        print(f"{len(jobs)} cells to run on {n} worker{'s' * (n != 1)}", flush=True)
+        # a key of its own for every call: a scheduler that outlives this sweep may remember another of the same name
+        futures = {client.submit(run_cell, job, pure=False): job for job in jobs}
+        bar = tqdm(total=len(jobs), unit="cell", smoothing=0, mininterval=0.5 if sys.stderr.isatty() else 15)
+        with bar:
+            for future in as_completed(futures):
+                error = future.exception()
+                if error is None:
+                    record = future.result()
+                else:  # not the cell raised but what runs it: its workers died, or the scheduler went away
+                    record = _write_record(futures[future], f"{type(error).__name__}: {error}", 0.0)
+                if record["status"] != "done":
+                    bar.write(f"{record['cell']} raised: {record['error']}", file=sys.stderr)
+                future.release()
+                bar.update()
+
+
+@contextlib.contextmanager
+def _client(scheduler: str | None, workers: int) -> Iterator[Client]:
+    from distributed import Client, LocalCluster
+
+    if scheduler:
+        try:
+            client = Client(scheduler, timeout=20)
+        except (OSError, ValueError) as error:
+            raise ConnectionError(f"No dask scheduler answers at {scheduler}.") from error
+        with client:
+            yield client
+        return
+    threads = str(max(1, _cores() // workers))
+    cluster = LocalCluster(
+        n_workers=workers, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
+        memory_limit=0, silence_logs=logging.CRITICAL, env=dict.fromkeys(_THREAD_VARIABLES, threads),
+    )  # fmt: skip
+    with cluster, Client(cluster) as client:
+        yield client
+
+
+def _cores() -> int:
+    from dask.system import CPU_COUNT  # respects affinity and control groups
+
+    return CPU_COUNT
+
+
+def _fitting_workers(n_jobs: int) -> int:
+    from distributed.system import MEMORY_LIMIT
+
+    return max(1, min(_cores(), int(MEMORY_LIMIT // _MEMORY_A_CELL), n_jobs))
+
+
+# --- on a worker --------------------------------------------------------------------------------------------
+
+
+def run_cell(job: Job) -> dict[str, Any]:
+    """Execute a cell's notebook and write its record last; the record. A cell that is done is read."""
+    from filelock import FileLock
+
+    if not Path(job.root, "sweep.json").is_file():
+        raise FileNotFoundError(
+            f"worker on {socket.gethostname()} does not see {job.root}: all workers need the same file system"
+        )
+    job.folder.mkdir(parents=True, exist_ok=True)
+    # a worker that was given up but lives on must not meet the one that took over
+    with FileLock(job.folder / ".lock"):
+        path, table = job.folder / "cell.json", job.folder / "tables" / f"{job.table}.csv"
+        if path.is_file() and (old := json.loads(path.read_text()))["status"] == "done":
+            return old
+        for stale in (path, table, *job.folder.rglob(".*.tmp")):
+            stale.unlink(missing_ok=True)
+        started = time.perf_counter()
+        error = _execute(job)
+        if error is None and not table.is_file():
+            error = f"the notebook wrote no table '{job.table}'"
+        return _write_record(job, error, time.perf_counter() - started)
+
+
+def _write_record(job: Job, error: str | None, seconds: float) -> dict[str, Any]:
+    record = {
+        "cell": job.name, "status": "done" if error is None else "raised", "error": error,
+        "parameters": job.parameters, "seconds": round(seconds, 2), "host": socket.gethostname(),
+        "threads": int(os.environ.get("OMP_NUM_THREADS") or _cores()), **git_state(),
+    }  # fmt: skip
+    write_atomic(job.folder / "cell.json", json.dumps(record, indent=2, sort_keys=True).encode())
+    return record
+
+
+def _execute(job: Job) -> str | None:
+    """Execute the notebook in a kernel of its own and keep the executed copy; one sentence when it failed."""
+    import nbformat
+    import papermill
+    from jupyter_client import AsyncKernelManager
+    from nbclient.exceptions import DeadKernelError
+
+    from jemlib import kernels
+
+    _prepare_process()
+    source = Path(job.root, job.notebook)
+    error = None
+    with tempfile.TemporaryDirectory() as scratch:  # papermill writes its copy cell by cell; only a whole one is kept
+        copy = Path(scratch, source.name)
+        for attempt in range(1, START_ATTEMPTS + 1):
+            try:
+                papermill.execute_notebook(
+                    source, copy, job.parameters | {"results_dir": str(job.folder)}, kernel_name="python3",
+                    language="python", progress_bar=False, start_timeout=180,
+                    kernel_manager_class=kernels.ForkedKernelManager if kernels.CAN_FORK else AsyncKernelManager,
+                    resources={"metadata": {"path": job.cwd}},  # the kernel's folder; cwd= is the process's
+                )  # fmt: skip
+            except papermill.PapermillExecutionError as failure:
+                error = f"notebook cell {failure.cell_index + 1} raised {failure.ename}: {failure.evalue}"
+            except DeadKernelError:
+                error = "the kernel died"
+            except RuntimeError as failure:
+                error = f"the kernel did not start: {failure}"
+                if attempt < START_ATTEMPTS:
+                    time.sleep(random.uniform(0.5, 2) * attempt)
+                    continue
+            else:
+                error = None
+            break
+        if copy.is_file():
+            notebook = nbformat.read(copy, as_version=4)
+            notebook.metadata.papermill.update(input_path=source.name, output_path=source.name)
+            write_atomic(job.folder / source.name, nbformat.writes(notebook).encode())
+    return error
+
+
+@functools.cache
+def _prepare_process() -> None:
+    """Kernels of this environment, on few threads, as long as this worker lives: its threads share one environment."""
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # failures are recorded
+    stack = contextlib.ExitStack()
+    stack.enter_context(kernel_environment())
+    atexit.register(stack.close)
+    for name in _THREAD_VARIABLES:
+        os.environ.setdefault(name, "1")
