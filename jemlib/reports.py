@@ -172,6 +172,12 @@ def _thumbnail(path: Path, width: int = 640) -> str:
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
+def render(template: str, **about: Any) -> str:
+    """A page of its own from `templates/<template>.html.j2`, in the style of all pages; what it is told is escaped."""
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
+    return environment.get_template(f"{template}.html.j2").render(css=(TEMPLATES / "style.css").read_text(), **about)
+
+
 # --- pages of a folder --------------------------------------------------------------------------------------
 
 
@@ -232,11 +238,10 @@ def write_index(root: Path, sources: list[Path], profile: str, not_run: dict[str
         "machine": f"{last.get('device')}, {last.get('cpu')}, {last.get('platform')}" if last else "",
         "versions": ", ".join(f"{name} {version}" for name, version in last.get("versions", {}).items()),
     }
-    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
-    html = environment.get_template("index.html.j2").render(
+    html = render(
+        "index",
         title=f"jemlib, profile {profile}",
         note="Its numbers mean nothing: a look at the machinery." if profile == "smoke" else "",
-        css=(TEMPLATES / "style.css").read_text(),
         facts={name: value for name, value in facts.items() if value},
         notebooks=found,
         tables=headlines.tables(root),
