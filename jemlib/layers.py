@@ -8,34 +8,38 @@ from torch import Tensor, nn
 
 
 class Conv2d(nn.Conv2d):
-    """torch's convolution. On a CPU its input gradient is a forward convolution while the weights are frozen.
+    """torch's convolution. On a CPU, with channels_last and frozen weights, its input gradient is found otherwise.
 
-    With channels_last, oneDNN's forward kernels are a tenth to a fifth faster than those for the input gradient, and
-    round alike. At stride 1 that gradient is the convolution of dL/dy with the kernel turned by 180 degrees and its
-    channels swapped.
+    At stride 1 that gradient is the convolution of dL/dy with the kernel turned by 180 degrees and its channels
+    swapped: oneDNN's forward kernels are a tenth to a fifth faster than those for the input gradient, and round alike.
+    At any stride the input itself is not kept, which only a gradient of the weights would need.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         sampling = torch.is_grad_enabled() and x.requires_grad and not self.weight.requires_grad
-        channels_last = not self.weight.is_contiguous()  # a 1x1 kernel is contiguous both ways, and stays torch's
-        if sampling and channels_last and x.device.type == "cpu" and self.stride == (1, 1):
-            return _FrozenConv.apply(x, self.weight, self.bias, self.padding)
+        channels_last = self.weight.is_contiguous(memory_format=torch.channels_last)
+        if sampling and channels_last and x.device.type == "cpu":
+            return _FrozenConv.apply(x, self.weight, self.bias, self.stride, self.padding)
         return super().forward(x)
 
 
 class _FrozenConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]) -> Tensor:
-        ctx.save_for_backward(weight)  # not x, which only a gradient of the weights would need
-        ctx.padding = padding
-        return F.conv2d(x, weight, bias, padding=padding)
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple, padding: tuple) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.shape, ctx.stride, ctx.padding = x.shape, stride, padding
+        return F.conv2d(x, weight, bias, stride, padding)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (weight,) = ctx.saved_tensors
-        turned = weight.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)
-        padding = [size - 1 - p for size, p in zip(weight.shape[2:], ctx.padding, strict=True)]
-        return F.conv2d(grad, turned, padding=padding), None, None, None
+        if ctx.stride == (1, 1):
+            turned = weight.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)
+            padding = [size - 1 - p for size, p in zip(weight.shape[2:], ctx.padding, strict=True)]
+            of_input = F.conv2d(grad, turned, padding=padding)
+        else:
+            of_input = torch.nn.grad.conv2d_input(ctx.shape, weight, grad, ctx.stride, ctx.padding)
+        return of_input, None, None, None, None
 
 
 class LeakyReLU(nn.Module):

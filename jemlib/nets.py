@@ -79,7 +79,7 @@ class _Block(nn.Module):
         self.residual = nn.Sequential(
             LeakyReLU(0.2),
             Conv2d(n_in, n_out, 3, stride=stride, padding=1),
-            LeakyReLU(0.2),
+            nn.LeakyReLU(0.2, inplace=True),  # nobody else needs what it is given
             Conv2d(n_out, n_out, 3, padding=1),
         )
         same = stride == 1 and n_in == n_out

@@ -45,6 +45,12 @@ def render(reference: Path) -> str:
     timing = reference / "tables" / "timing.csv"
     if timing.is_file():
         parts += [_times(pd.read_csv(timing))]
+    benchmark = reference / "tables" / "benchmark.csv"
+    if benchmark.is_file():
+        parts += [_speed(pd.read_csv(benchmark))]
+    savings = reference / "tables" / "benchmark_savings.csv"
+    if savings.is_file():
+        parts += [_savings(pd.read_csv(savings))]
     return "\n\n".join(parts)
 
 
@@ -61,7 +67,7 @@ def _about(reference: Path, path: Path) -> str:
 
 
 def _summary(table: pd.DataFrame, columns: list[str]) -> str:
-    keys = [key for key in ("dataset", "setting", "sampler", "method") if key in table]
+    keys = [key for key in ("dataset", "setting", "sampler", "method", "variant") if key in table]
     rows = []
     for key, part in table.groupby(keys, sort=False):
         statuses = part["status"].value_counts()
@@ -69,7 +75,10 @@ def _summary(table: pd.DataFrame, columns: list[str]) -> str:
         alive = part[part["status"] == "ok"]  # a diverged run's numbers are those of its last good checkpoint
         cells = [_cell((alive if len(alive) else part)[column]) for column in columns]
         rows.append([*(key if isinstance(key, tuple) else (key,)), *cells, str(len(part)), status])
-    head = [*keys, *columns, "seeds", "status"]
+    return _markdown([*keys, *columns, "seeds", "status"], rows)
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
@@ -91,3 +100,31 @@ def _times(timing: pd.DataFrame) -> str:
         f"{what.removeprefix('notebook ')} {seconds:.0f} s" for what, seconds in rows[["what", "seconds"]].values
     )
     return f"Measured times of the notebooks, without the installation: {said}; together {rows['seconds'].sum():.0f} s."
+
+
+def _speed(table: pd.DataFrame) -> str:
+    """Ours against the plain iteration, as the benchmark measured them in one run."""
+    rows = []
+    for row in table.to_dict("records"):
+        size = f"{row['batch']} × {row['n_steps']}" if row["what"] == "iteration" else f"{row['batch']}"
+        memory = "–" if pd.isna(row["memory_ratio"]) else f"{row['memory_ratio']:.2f}"
+        times = [f"{row[key]:.4g}" for key in ("plain_ms", "ours_ms")]
+        rows.append([
+            row["network"], row["what"], size, row["precision"], *times, f"{row['ratio']:.2f}",
+            f"{row['images_steps_per_s']:.3g}", f"{row['gflops']:.3g}", f"{row['share_of_peak']:.0%}", memory,
+        ])  # fmt: skip
+    head = [
+        "network", "what", "batch × steps", "precision", "plain, ms", "ours, ms", "plain / ours", "images × steps / s",
+        "GFLOP/s", "of the peak", "memory, ours / plain",
+    ]  # fmt: skip
+    devices, threads = ", ".join(table["device"].unique()), ", ".join(map(str, table["threads"].unique()))
+    about = "JEM's iteration written the usual way (float32) against ours, taking turns in one run"
+    gpu = "" if table["gpu"].any() else " Figures on CUDA are not measured yet."
+    return f"**Speed**: {about} ({devices}, {threads} threads).{gpu}\n\n{_markdown(head, rows)}"
+
+
+def _savings(table: pd.DataFrame) -> str:
+    """What the options that save work change in the result."""
+    columns = ["accuracy", "energy_gap", "class_agreement", "frechet", "frechet_buffer"]
+    about = "ST-JEM on MNIST, one option changed; the cost of an iteration is nearly proportional to its steps"
+    return f"**Saving work**: {about}\n\n{_summary(table, columns)}"

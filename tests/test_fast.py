@@ -264,7 +264,6 @@ def test_two_processes_equal_one_on_the_same_global_batch(tmp_path):
         name = f"tiny-{config.method}-s0-{config.hash('tiny:0:60')}"
         one, two = (store.read_record(name) for store in stores)
         assert (one["processes"], two["processes"]) == (1, 2)
-        tolerance = 1e-4 if config.precision == "auto" else 2e-2
         for a, b in zip(one["history"], two["history"], strict=True):
             rough = {"sampler_acceptance": 1e-3}  # differences of energies over a noise of 1e-4
             for key in a:
