@@ -104,13 +104,16 @@ class Iteration:
 
 
 def _seconds(function: Callable[[], Any], device: torch.device) -> float:
+    """Wall time of a call; on one CPU thread the process's own time, which leaves out what others do meanwhile."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
     if device.type == "cuda":
         torch.cuda.synchronize()
-    started = time.perf_counter()
+    started = clock()
     function()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
@@ -126,8 +129,9 @@ def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
 def compare(name: str, case: Case, what: str, wanted: str, device: torch.device) -> dict[str, Any]:
     """One row: the SGLD step ("sgld step") or the iteration ("iteration") of ours against the plain one.
 
-    Times are medians in ms; images_steps_per_s counts an image moved by one SGLD step. share_of_peak: of the FLOP/s
-    of this machine's matrix product in that precision, measured in each pair.
+    Times are medians in ms (on one CPU thread CPU time, else wall time); images_steps_per_s counts an image moved by
+    one SGLD step. share_of_peak: of the FLOP/s of this machine's matrix product in that precision, measured in each
+    pair.
     """
     steps = case.n_steps if what == "iteration" else min(case.n_steps, 4)
     iteration = Iteration(case, batch=case.batch, n_steps=steps, precision=wanted, device=device)
