@@ -188,13 +188,18 @@ def memory(case: Case, which: str, wanted: str, device: torch.device) -> float:
 
 
 def _memory_elsewhere(case: Case, which: str, wanted: str, device: torch.device) -> float:
-    """`memory` in a process of its own, since a process's peak never falls."""
+    """`memory` in a process of its own, since a process's peak never falls.
+
+    There glibc gives blocks of 64 KiB and more back at once, so that the figure is what the tensors need and not what
+    the heap's holes add to it.
+    """
     call = "import json, sys, torch; from jemlib.benchmark import Case, memory; "
     call += "torch.set_num_threads(int(sys.argv[2])); case, which, wanted, device = json.loads(sys.argv[1]); "
     call += "print(memory(Case(*case), which, wanted, torch.device(device)))"
     arguments = json.dumps([case, which, wanted, str(device)])
     command = [sys.executable, "-c", call, arguments, str(torch.get_num_threads())]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repo_root())
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repo_root(), env=environment)
     return float(done.stdout.split()[-1])
 
 
