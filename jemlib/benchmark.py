@@ -52,6 +52,11 @@ CASES = {
     "WRN-16-2": Case(_wide(16, 2), (3, 32, 32), repeats=5),
     "WRN-28-10": Case(_wide(28, 10), (3, 32, 32), batch=4, n_steps=2, repeats=3),
 }
+_COLUMNS = [
+    *("network", "what", "batch", "n_steps", "precision", "threads", "plain_ms", "ours_ms", "ratio"),
+    *("images_steps_per_s", "gflops", "peak_gflops", "share_of_peak"),
+    *("plain_peak_mb", "ours_peak_mb", "memory_ratio", "device", "gpu", "torch"),
+]
 _ON_GPU = {"batch": 64, "n_steps": 20, "repeats": 10}  # for every case
 _GROWTH = {"batch": (16, 32, 64, 128), "n_steps": (5, 10, 20, 40), "width": (8, 16, 32, 64)}  # of the MNIST net
 
@@ -217,7 +222,7 @@ def suite(store: Store, names: Iterable[str], wanted: str = "auto", *, growth: b
     machine = provenance()
     gpu = device.type == "cuda"
     about = {"device": machine["device" if gpu else "cpu"], "gpu": gpu, "torch": torch.__version__}
-    rows = []
+    rows, table = [], pd.DataFrame()
     for name in names:
         case = CASES[name]._replace(**_ON_GPU) if gpu else CASES[name]
         for kind in kinds:
@@ -229,7 +234,8 @@ def suite(store: Store, names: Iterable[str], wanted: str = "auto", *, growth: b
                     row["memory_ratio"] = peak["ours"] / peak["plain"]
                 rows.append(row | about)
                 print(_said(row), flush=True)
-    table = store.table("benchmark", pd.DataFrame(rows))
+                # row by row: what an interrupted suite has measured is kept
+                table = store.table("benchmark", pd.DataFrame(rows).reindex(columns=_COLUMNS))
     if growth:
         store.table("benchmark_growth", _growth(wanted, device, about))
     return table

@@ -156,11 +156,12 @@ def sgld(
                 uphill.append((energy > previous.energy).float().mean())
                 acceptance.append(previous.acceptance(x, energy, drift))
             noise = _noise(x, generator, *share) if sigma > 0 else None
-            moved = x + drift if noise is None else x + drift + sigma * noise
             previous = _Transition(x, energy, drift, sigma, alpha)
-            x = moved
+            x = x + drift
+            if noise is not None:
+                x.add_(noise.mul_(sigma))
             if bounds is not None:
-                x = x.clamp(*bounds) if at_bounds == "clamp" else _reflect(x, *bounds)
+                x = x.clamp_(*bounds) if at_bounds == "clamp" else _reflect(x, *bounds)
     health = SGLDHealth(
         energy_change=(energy - first_energy).mean() if n_steps > 1 else nan,
         uphill_share=torch.stack(uphill).mean() if uphill else nan,
@@ -191,8 +192,8 @@ class _Transition(NamedTuple):
         if self.sigma == 0:  # no noise, no reverse move: a Metropolis test would take descents only
             return (energy <= self.energy).float().mean()
         scale = 1 / (2 * self.sigma**2)
-        forward = (x - self.x - self.drift).square().sum(dims) * scale
-        backward = (self.x - x - drift).square().sum(dims) * scale
+        forward = (x - self.x).sub_(self.drift).square_().sum(dims) * scale
+        backward = (self.x - x).sub_(drift).square_().sum(dims) * scale
         log_ratio = (self.energy - energy) * (self.alpha / self.sigma**2) + forward - backward
         return log_ratio.clamp_max(0).exp().mean()
 
