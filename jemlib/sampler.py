@@ -277,9 +277,7 @@ class ReplayBuffer:
         return {"x": self.x.clone(), "y": y, "low": self.low, "high": self.high}
 
     @classmethod
-    def from_state(
-        cls, state: dict, device: torch.device | str = "cpu", starts: Tensor | None = None
-    ) -> ReplayBuffer:
+    def from_state(cls, state: dict, device: torch.device | str = "cpu", starts: Tensor | None = None) -> ReplayBuffer:
         """Rebuild a buffer from `state_dict`, on a device; starts, which come from the data, are given again."""
         x, y = (None if part is None else part.to(device, copy=True) for part in (state["x"], state["y"]))
         return cls(x, y, low=state["low"], high=state["high"], starts=starts)
