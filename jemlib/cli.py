@@ -108,6 +108,41 @@ def compare(expected: Path, found: Path) -> None:
 
 
 @main.command()
+@click.option("--networks", metavar="NAME,...", help="Of the suite's networks, comma-separated; all without it.")
+@click.option("--precision", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; torch's default without it.")
+@click.option("--growth/--no-growth", default=True, help="Also how times grow with batch, steps, width and threads.")
+@click.option("--savings", is_flag=True, help="Also train with fewer steps and other starts (MNIST, half an hour).")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of the data sets, for --savings.")
+@click.option("--out", type=click.Path(path_type=Path), default="results/benchmark", show_default=True)
+def benchmark(
+    networks: str | None, precision: str, threads: int | None, growth: bool, savings: bool, data: Path | None, out: Path
+) -> None:
+    """Time an SGLD step and a training iteration against JEM written the usual way."""
+    import torch
+
+    from jemlib import benchmark as bench
+    from jemlib import data as datasets
+    from jemlib import savings as options
+    from jemlib.results import Store
+
+    names = [name.strip() for name in networks.split(",")] if networks else list(bench.CASES)
+    for name in names:
+        if name not in bench.CASES:
+            raise click.UsageError(f"There is no network '{name}' in the suite; there are {', '.join(bench.CASES)}.")
+    if threads:
+        torch.set_num_threads(threads)
+    try:
+        store = Store(out.absolute(), "benchmark")
+        bench.suite(store, names, precision, growth=growth)
+        if savings:
+            options.compare(store, datasets.mnist(data or "", n_val=5000))
+    except OSError as error:
+        raise click.ClickException(str(error)) from error
+    print(f"done: {out / 'tables' / 'benchmark.csv'}")
+
+
+@main.command()
 def readme() -> None:
     """Write the README's numbers from results/reference."""
     from jemlib import readme as writer

@@ -14,6 +14,8 @@ from jemlib.sampler import implied_temperature
 
 #: raised whenever the same configuration comes to mean another computation, so that no older run passes for it
 FORMAT = 1
+#: fields that came later: at their default values they change nothing, so they do not rename the runs of before
+_LATER = ("chain_start", "precision")
 
 
 class ConfigError(ValueError):
@@ -61,7 +63,9 @@ class TrainConfig(BaseModel):
     at_bounds: Literal["clamp", "reflect"] = "clamp"
     buffer_size: int = Field(10_000, gt=0)
     reinit_prob: float = Field(0.05, ge=0, le=1)
+    chain_start: Literal["uniform", "class_gaussians"] = "uniform"
     # the run
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
     energy_limit: float = Field(1e4, gt=0)
     log_every: int = Field(50, gt=0)
     checkpoint_every: int = Field(100, gt=0)
@@ -98,9 +102,14 @@ class TrainConfig(BaseModel):
         return TrainConfig(**(self.model_dump() | changes))
 
     def hash(self, data_id: str = "") -> str:
-        """Twelve hex digits that name the run: this config (the device aside) on that data."""
+        """Twelve hex digits that name the run: this config (the device aside) on that data.
+
+        precision="auto" names one run whatever the device makes of it, as device="auto" does; its record tells.
+        """
         # the objective's terms too: a row of the method table may change under the same name
-        whole = [FORMAT, self.model_dump(mode="json", exclude={"device"}), asdict(self.objective()), data_id]
+        fields = type(self).model_fields
+        default = {name for name in _LATER if getattr(self, name) == fields[name].default}
+        whole = [FORMAT, self.model_dump(mode="json", exclude={"device"} | default), asdict(self.objective()), data_id]
         text = json.dumps(whole, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

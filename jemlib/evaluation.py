@@ -14,11 +14,12 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from jemlib.config import TrainConfig, sampler_options
+from jemlib.chains import chain_runner
+from jemlib.config import TrainConfig
 from jemlib.data import Labelled
 from jemlib.energy import JEM
 from jemlib.objectives import cross_entropy
-from jemlib.sampler import SGLDHealth, frozen, sgld, uniform
+from jemlib.sampler import SGLDHealth, frozen, uniform
 from jemlib.training import FitResult
 
 
@@ -46,11 +47,11 @@ def fresh_chains(
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    options = sampler_options(config) | {"n_steps": n_steps, "generator": generator}
+    move = chain_runner(model, config, generator, n_steps=n_steps)
     parts = []
     for labels in y.to(device).split(batch):
         start = uniform((len(labels), *shape), -1.0, 1.0, generator=generator, device=device)
-        samples, health = sgld(model, start, labels, **options)
+        samples, health = move(start, labels)
         parts.append(samples.cpu())
     return torch.cat(parts), health
 

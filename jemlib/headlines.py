@@ -32,10 +32,15 @@ def tables(folder: Path) -> list[Headline]:
         path = folder / "tables" / f"{name}.csv"
         if path.is_file():
             table = pd.read_csv(path)
-            keys = [key for key in ("dataset", "setting", "sampler", "method") if key in table]
-            rows = [_row(key, part, columns) for key, part in table.groupby(keys, sort=False)]
-            found.append(Headline(title, _about(folder, table), [*keys, *columns, "seeds", "status"], rows))
+            found.append(Headline(title, _about(folder, table), *summary(table, columns)))
     return found
+
+
+def summary(table: pd.DataFrame, columns: list[str]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows, as text, of a table of runs: one row a method (and whatever else tells runs apart)."""
+    keys = [key for key in ("dataset", "setting", "sampler", "method", "variant") if key in table]
+    rows = [_row(key, part, columns) for key, part in table.groupby(keys, sort=False)]
+    return [*keys, *columns, "seeds", "status"], rows
 
 
 def _row(key: object, part: pd.DataFrame, columns: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ import joblib
 import torch
 from tqdm import tqdm
 
-from jemlib import runs
+from jemlib import distributed, runs
 from jemlib.config import TrainConfig
 from jemlib.data import Dataset, Labelled
 from jemlib.progress import a_person_watches
@@ -38,12 +38,15 @@ def train_all(
 ) -> list[tuple[str, FitResult]]:
     """`runs.train` for every task, `workers` at a time; (name, result) in the order of the tasks.
 
-    workers: 0 takes one a core, and one alone where there is a GPU; 1 trains here, with live progress. threads: CPU
+    workers: 0 takes one a core, and one alone where there is a GPU; 1 trains here, with live progress. Under torchrun
+    its processes train every run together, one run after the other. threads: CPU
     threads of each run. Runs that are finished are read, unless force. An error in a run is raised here, after which
     the others' checkpoints are there to go on from.
     """
     named = {runs.run_name(task.dataset, task.config): task for task in tasks}  # two equal tasks are one run
     missing = [task for name, task in named.items() if force or not store.has_record(name)]
+    if distributed.launched().size > 1:
+        workers = 1
     workers = min(workers or (1 if torch.cuda.is_available() else os.cpu_count() or 1), len(missing))
     if workers > 1:
         # largest first would finish sooner; the given order keeps the progress readable

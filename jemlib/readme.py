@@ -35,12 +35,22 @@ def render(reference: Path) -> str:
     parts = []
     for table in headlines.tables(reference):
         parts += [f"**{table.title}**{f': {table.about}' if table.about else ''}"]
-        lines = [table.columns, ["---"] * len(table.columns), *table.rows]
-        parts += ["\n".join("| " + " | ".join(line) + " |" for line in lines)]
+        parts += [_markdown(table.columns, table.rows)]
     timing = reference / "tables" / "timing.csv"
     if timing.is_file():
         parts += [_times(pd.read_csv(timing))]
+    benchmark = reference / "tables" / "benchmark.csv"
+    if benchmark.is_file():
+        parts += [_speed(pd.read_csv(benchmark))]
+    savings = reference / "tables" / "benchmark_savings.csv"
+    if savings.is_file():
+        parts += [_savings(pd.read_csv(savings))]
     return "\n\n".join(parts)
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def _times(timing: pd.DataFrame) -> str:
@@ -52,3 +62,31 @@ def _times(timing: pd.DataFrame) -> str:
         f"{what.removeprefix('notebook ')} {seconds:.0f} s" for what, seconds in rows[["what", "seconds"]].values
     )
     return f"Measured times of the notebooks, without the installation: {said}; together {rows['seconds'].sum():.0f} s."
+
+
+def _speed(table: pd.DataFrame) -> str:
+    """Ours against the plain iteration, as the benchmark measured them in one run."""
+    rows = []
+    for row in table.to_dict("records"):
+        size = f"{row['batch']} × {row['n_steps']}" if row["what"] == "iteration" else f"{row['batch']}"
+        memory = "–" if pd.isna(row["memory_ratio"]) else f"{row['memory_ratio']:.2f}"
+        times = [f"{row[key]:.4g}" for key in ("plain_ms", "ours_ms")]
+        rows.append([
+            row["network"], row["what"], size, row["precision"], *times, f"{row['ratio']:.2f}",
+            f"{row['images_steps_per_s']:.3g}", f"{row['gflops']:.3g}", f"{row['share_of_peak']:.0%}", memory,
+        ])  # fmt: skip
+    head = [
+        "network", "what", "batch × steps", "precision", "plain, ms", "ours, ms", "plain / ours", "images × steps / s",
+        "GFLOP/s", "of the peak", "memory, ours / plain",
+    ]  # fmt: skip
+    devices, threads = ", ".join(table["device"].unique()), ", ".join(map(str, table["threads"].unique()))
+    about = "JEM's iteration written the usual way (float32) against ours, taking turns in one run"
+    gpu = "" if table["gpu"].any() else " Figures on CUDA are not measured yet."
+    return f"**Speed**: {about} ({devices}, {threads} threads).{gpu}\n\n{_markdown(head, rows)}"
+
+
+def _savings(table: pd.DataFrame) -> str:
+    """What the options that save work change in the result."""
+    columns = ["accuracy", "energy_gap", "class_agreement", "frechet", "frechet_buffer"]
+    about = "ST-JEM on MNIST, one option changed; the cost of an iteration is nearly proportional to its steps"
+    return f"**Saving work**: {about}\n\n{_markdown(*headlines.summary(table, columns))}"

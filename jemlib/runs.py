@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from jemlib import evaluation
+from jemlib import distributed, evaluation
 from jemlib.checkpoints import load_checkpoint
 from jemlib.config import TrainConfig
 from jemlib.data import Dataset, Labelled
@@ -38,7 +38,8 @@ def train(store: Store, dataset: Dataset, config: TrainConfig, **options: Any) -
         kept = store.read_record(name)
     except ResultsError:
         kept = {}
-    if result.trained_now or not kept:
+    world = distributed.launched()
+    if world.rank == 0 and (result.trained_now or not kept):
         kept = {
             "run": name,
             "config": config.model_dump(mode="json"),
@@ -54,14 +55,17 @@ def train(store: Store, dataset: Dataset, config: TrainConfig, **options: Any) -
             "diverged_at": result.diverged_at,
             "seconds": result.seconds,
             "ms_per_step": result.ms_per_step,
+            "precision": result.precision,
+            "processes": world.size,
             "history": result.history,
             **provenance(),
         }
         store.record(name, kept)
         row = {"what": name, "seconds": round(result.seconds, 3), "ms_per_step": round(result.ms_per_step, 3)}
         row |= {"peak_memory_mb": peak_memory_mb(), "device": kept["device"], "threads": kept["threads"]}
-        store.timing(row | {"precision": "float32"})
+        store.timing(row | {"precision": kept["precision"]})
     store.uses([name])
+    world.barrier()  # the record is there for all
     return name, result
 
 

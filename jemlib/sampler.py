@@ -40,6 +40,12 @@ class SGLDHealth(NamedTuple):
     rms_step: Tensor  #: root mean square over pixels of the gradient part of a step, in units of x
     acceptance: Tensor  #: mean acceptance rate that a Metropolis test at the implied temperature would have had
 
+    def merged(self, mean: Callable[[Tensor], Tensor]) -> SGLDHealth:
+        """The health of chains in equal parts, from this part's and a function that averages over the parts."""
+        squared = self._replace(rms_step=self.rms_step.square())
+        merged = SGLDHealth(*mean(torch.stack(list(squared))))
+        return merged._replace(rms_step=merged.rms_step.sqrt())
+
 
 def constant(step_size: float) -> Schedule:
     """The same step size at every step."""
@@ -102,6 +108,7 @@ def sgld(
     bounds: tuple[float, float] | None = None,
     at_bounds: str = "clamp",
     generator: torch.Generator,
+    share: tuple[int, int] = (0, 1),
 ) -> tuple[Tensor, SGLDHealth]:
     """Run SGLD chains from x and return where they end, and their health.
 
@@ -109,7 +116,8 @@ def sgld(
     step_size: a number or a schedule t -> number. noise_std: standard deviation of the noise in units of x; None
     takes Equation (5)'s sqrt(step_size * temperature). clip_grad: largest |dE/dx| per element. max_rms_step: each
     chain's gradient step is scaled down so that its RMS over elements is at most this. bounds: (low, high) of the
-    data; a chain that leaves is clamped, or reflected with at_bounds="reflect". Returns ((B, ...), SGLDHealth);
+    data; a chain that leaves is clamped, or reflected with at_bounds="reflect". share: (i, n) where x is the i-th of n
+    equal parts of a batch, whose chains then move as they would in one piece. Returns ((B, ...), SGLDHealth);
     the samples carry no graph. The model's parameters, their flags and its train/eval mode are left as they were.
     """
     if n_steps < 0:
@@ -147,12 +155,13 @@ def sgld(
             else:
                 uphill.append((energy > previous.energy).float().mean())
                 acceptance.append(previous.acceptance(x, energy, drift))
-            noise = torch.empty_like(x).normal_(generator=generator) if sigma > 0 else None
-            moved = x + drift if noise is None else x + drift + sigma * noise
+            noise = _noise(x, generator, *share) if sigma > 0 else None
             previous = _Transition(x, energy, drift, sigma, alpha)
-            x = moved
+            x = x + drift
+            if noise is not None:
+                x.add_(noise.mul_(sigma))
             if bounds is not None:
-                x = x.clamp(*bounds) if at_bounds == "clamp" else _reflect(x, *bounds)
+                x = x.clamp_(*bounds) if at_bounds == "clamp" else _reflect(x, *bounds)
     health = SGLDHealth(
         energy_change=(energy - first_energy).mean() if n_steps > 1 else nan,
         uphill_share=torch.stack(uphill).mean() if uphill else nan,
@@ -160,6 +169,12 @@ def sgld(
         acceptance=torch.stack(acceptance).mean() if acceptance else nan,
     )
     return x, health
+
+
+def _noise(x: Tensor, generator: torch.Generator, i: int, n: int) -> Tensor:
+    """Standard normal noise like x: the i-th of n parts of the draw for the whole batch."""
+    whole = torch.empty_like(x if n == 1 else torch.cat([x] * n))  # in x's memory format, which orders the draws
+    return whole.normal_(generator=generator)[i * len(x) : (i + 1) * len(x)]
 
 
 class _Transition(NamedTuple):
@@ -177,8 +192,8 @@ class _Transition(NamedTuple):
         if self.sigma == 0:  # no noise, no reverse move: a Metropolis test would take descents only
             return (energy <= self.energy).float().mean()
         scale = 1 / (2 * self.sigma**2)
-        forward = (x - self.x - self.drift).square().sum(dims) * scale
-        backward = (self.x - x - drift).square().sum(dims) * scale
+        forward = (x - self.x).sub_(self.drift).square_().sum(dims) * scale
+        backward = (self.x - x).sub_(drift).square_().sum(dims) * scale
         log_ratio = (self.energy - energy) * (self.alpha / self.sigma**2) + forward - backward
         return log_ratio.clamp_max(0).exp().mean()
 
@@ -190,10 +205,16 @@ class ReplayBuffer:
     survives. Randomness is explicit: every method that draws takes a generator.
     """
 
-    def __init__(self, x: Tensor, y: Tensor | None, *, low: float = -1.0, high: float = 1.0):
-        """x: (N, ...) chains; y: (N,) labels, or None for chains of p(x); [low, high]: range of a fresh chain."""
+    def __init__(
+        self, x: Tensor, y: Tensor | None, *, low: float = -1.0, high: float = 1.0, starts: Tensor | None = None
+    ):
+        """x: (N, ...) chains; y: (N,) labels, or None for chains of p(x).
+
+        A fresh chain is uniform on [low, high], or one of `starts` (K, M, ...): of its label, or of any without one.
+        """
         self.x, self.y = x, y
         self.low, self.high = low, high
+        self.starts = starts
 
     @classmethod
     def uniform(
@@ -213,13 +234,22 @@ class ReplayBuffer:
         y = None if n_classes is None else torch.arange(size, device=device) % n_classes
         return cls(x, y, low=low, high=high)
 
+    @classmethod
+    def from_starts(
+        cls, size: int, starts: Tensor, *, labelled: bool, generator: torch.Generator, low: float, high: float
+    ) -> ReplayBuffer:
+        """A buffer of `size` chains drawn from starts (K, M, ...), in equal shares of the K classes."""
+        y = torch.arange(size, device=starts.device) % len(starts)
+        x = _pick(starts, y, generator)
+        return cls(x, y if labelled else None, low=low, high=high, starts=starts)
+
     def __len__(self) -> int:
         return len(self.x)
 
     def draw(
         self, batch: int, *, reinit_prob: float, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Draw chains without replacement, each restarted from uniform noise with probability reinit_prob.
+        """Draw chains without replacement, each started anew with probability reinit_prob.
 
         Returns (index (B,), x (B, ...), y (B,) or None). A restarted chain keeps its label.
         """
@@ -229,9 +259,13 @@ class ReplayBuffer:
         index = torch.randperm(len(self), generator=generator, device=device)[:batch]
         x = self.x[index]
         restart = torch.rand(batch, generator=generator, device=device) < reinit_prob
-        fresh = uniform(x.shape, self.low, self.high, generator=generator, device=device, dtype=x.dtype)
-        x = torch.where(restart.view(-1, *[1] * (x.dim() - 1)), fresh, x)
-        return index, x, None if self.y is None else self.y[index]
+        y = None if self.y is None else self.y[index]
+        if self.starts is None:
+            fresh = uniform(x.shape, self.low, self.high, generator=generator, device=device, dtype=x.dtype)
+        else:
+            classes = y if y is not None else _integers(len(self.starts), batch, generator)
+            fresh = _pick(self.starts, classes, generator)
+        return index, torch.where(restart.view(-1, *[1] * (x.dim() - 1)), fresh, x), y
 
     def put(self, index: Tensor, x: Tensor) -> None:
         """Store chains x (B, ...) back at the places that `draw` gave."""
@@ -243,10 +277,19 @@ class ReplayBuffer:
         return {"x": self.x.clone(), "y": y, "low": self.low, "high": self.high}
 
     @classmethod
-    def from_state(cls, state: dict, device: torch.device | str = "cpu") -> ReplayBuffer:
-        """Rebuild a buffer from `state_dict`, on a device."""
+    def from_state(cls, state: dict, device: torch.device | str = "cpu", starts: Tensor | None = None) -> ReplayBuffer:
+        """Rebuild a buffer from `state_dict`, on a device; starts, which come from the data, are given again."""
         x, y = (None if part is None else part.to(device, copy=True) for part in (state["x"], state["y"]))
-        return cls(x, y, low=state["low"], high=state["high"])
+        return cls(x, y, low=state["low"], high=state["high"], starts=starts)
+
+
+def _integers(high: int, n: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(high, (n,), generator=generator, device=generator.device)
+
+
+def _pick(starts: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
+    """For each label of y (B,) one of its class's starts (K, M, ...)."""
+    return starts[y, _integers(starts.shape[1], len(y), generator)]
 
 
 def uniform(shape, low: float, high: float, *, generator: torch.Generator, device="cpu", dtype=torch.float32) -> Tensor:

@@ -11,7 +11,6 @@ from jemlib import reports
 from jemlib.results import Store, write_atomic
 
 
-
 def write(store: Store, rows: pd.DataFrame, swept: Sequence[str]) -> None:
     """Write index.html and, where two or more parameters were swept, figures/sweep_survival.png."""
     image = _survival(store, rows, [name for name in swept if name != "seed"])

@@ -16,14 +16,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from jemlib import nets, objectives
+from jemlib import distributed, nets, objectives, precision
+from jemlib.chains import chain_runner, class_gaussians
 from jemlib.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
-from jemlib.config import TrainConfig, learning_rate, sampler_options
+from jemlib.config import TrainConfig, learning_rate
 from jemlib.data import Labelled
 from jemlib.energy import JEM, energy_from_logits
 from jemlib.images import augment
 from jemlib.progress import Progress
-from jemlib.sampler import ReplayBuffer, SGLDHealth, sgld
+from jemlib.sampler import ReplayBuffer, SGLDHealth
+
+#: draws a class that fresh chains start from, where they do not start from uniform noise
+_STARTS_PER_CLASS = 1000
 
 
 @dataclass
@@ -38,6 +42,7 @@ class FitResult:
     history: list[dict[str, float]] = field(repr=False)  #: one row per log_every iterations: means over them
     seconds: float = 0.0  #: spent in training steps, all sittings together
     steps_done: int = 0
+    precision: str = "float32"  #: what the network computed in, here and now
     trained_now: bool = True  #: False where a finished checkpoint was found
 
     @property
@@ -86,8 +91,9 @@ def fit(
     checkpoint: file to write (None: keep nothing); one that is finished is returned without training unless `force`.
     evaluate: called with the model at every log point; its numbers join the history. proposals: (M, ...) fixed
     negatives in place of a sampler; every point of a grid makes the weighted estimator exact. lines: of progress
-    that a log keeps. Raises ValueError for data outside [-1, 1] or too few of them, CheckpointError for a checkpoint
-    of another run.
+    that a log keeps. Under torchrun the processes share the work and return equal results; the first one writes the
+    checkpoint, where all must be able to read it. Raises ValueError for data outside [-1, 1] or too few of them,
+    CheckpointError for a checkpoint of another run.
     """
     if len(train.x) < config.batch_size:
         raise ValueError(f"batch_size {config.batch_size} is larger than the {len(train.x)} training data")
@@ -97,14 +103,17 @@ def fit(
         raise ValueError(f"labels must lie in 0..{n_classes - 1}")
     run = _Run(config, train, n_classes, data_id, proposals)
     resumed = False
+    run.world.barrier()  # so that all processes find the same checkpoint, or none
     if checkpoint is not None and checkpoint.exists() and not force:
         run.load(load_checkpoint(checkpoint), checkpoint)
         resumed = True
+    run.world.barrier()
+    writes = checkpoint is not None and run.world.rank == 0
     if run.status != "running":
         Progress(label or config.method, config.n_iterations, lines).replay(run.history, run.status)
         return run.result(trained_now=False)
     last_good = run.state()
-    if checkpoint is not None and not resumed:
+    if writes and not resumed:
         save_checkpoint(checkpoint, last_good)
     with Progress(label or config.method, config.n_iterations, lines, start=run.step) as progress:
         while run.step < config.n_iterations:
@@ -126,11 +135,12 @@ def fit(
                 run.status = "ok"
             if run.step % config.checkpoint_every == 0 or run.status == "ok":
                 last_good = run.state()
-                if checkpoint is not None and run.status != "ok":
+                if writes and run.status != "ok":
                     save_checkpoint(checkpoint, last_good)
-        if checkpoint is not None:
+        if writes:
             save_checkpoint(checkpoint, last_good)
         progress.close(run.status)
+    run.world.barrier()  # whoever reads the checkpoint next finds the last one
     return run.result(trained_now=True)
 
 
@@ -146,20 +156,28 @@ class _Run:
         self.config, self.method, self.hash = config, config.objective(), config.hash(data_id)
         if proposals is not None:  # they take the sampler's place, so they are part of what the run is
             self.hash += hashlib.sha256(proposals.cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
-        self.device = pick_device(config.device)
+        self.world, self.device = distributed.join(pick_device(config.device))
+        if config.batch_size % self.world.size:
+            raise ValueError(f"batch_size {config.batch_size} cannot be split among {self.world.size} processes")
+        if proposals is not None and self.world.size > 1:
+            raise ValueError("fixed proposals are for one process; start this run without torchrun")
+        self.dtype = precision.choose(config.precision, self.device)
+        precision.prepare(config.precision, self.device)
         self.train = Labelled(train.x.to(self.device), train.y.to(self.device))
         shape = tuple(train.x.shape[1:])
         self.model = build_model(config, shape, n_classes).to(self.device)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.lr, betas=(config.beta1, 0.999))
+        if self.device.type == "cuda":
+            self.model.to(memory_format=torch.channels_last)  # the layout of tensor cores; of convolutions alone
+        fused = {"fused": True} if self.device.type == "cuda" else {}
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.lr, betas=(config.beta1, 0.999), **fused)
         # separate streams: what the sampler draws never changes which data a method sees
         self.rng_data = torch.Generator(self.device).manual_seed(2 * config.seed)
         self.rng_chains = torch.Generator(self.device).manual_seed(2 * config.seed + 1)
         self.proposals = None if proposals is None else proposals.to(self.device)
         self.buffer = None
         if self.method.samples and proposals is None:
-            labels = n_classes if self.method.conditional else None
-            options = {"n_classes": labels, "generator": self.rng_chains, "device": self.device}
-            self.buffer = ReplayBuffer.uniform(config.buffer_size, shape, **options)
+            self.buffer = self.fresh_buffer(shape, n_classes)
+            self.move = chain_runner(self.model, config, self.rng_chains, self.world)
         self.order = torch.empty(0, dtype=torch.long, device=self.device)
         self.position = 0
         self.step = self.steps_timed = 0
@@ -167,6 +185,16 @@ class _Run:
         self.status, self.diverged_at = "running", None
         self.history: list[dict[str, float]] = []
         self.sums: dict[str, Tensor] = {}
+
+    def fresh_buffer(self, shape: tuple[int, ...], n_classes: int) -> ReplayBuffer:
+        """Chains as the run begins, by the config's `chain_start`."""
+        size, conditional = self.config.buffer_size, self.method.conditional
+        if self.config.chain_start == "uniform":
+            options = {"n_classes": n_classes if conditional else None, "device": self.device}
+            return ReplayBuffer.uniform(size, shape, generator=self.rng_chains, **options)
+        starts = class_gaussians(self.train, n_classes, _STARTS_PER_CLASS, self.rng_chains)
+        options = {"labelled": conditional, "generator": self.rng_chains, "low": -1.0, "high": 1.0}
+        return ReplayBuffer.from_starts(size, starts, **options)
 
     def next_batch(self) -> tuple[Labelled, Tensor | None]:
         """The next mini-batch of a shuffled pass; the rest that fills no batch joins no step.
@@ -190,15 +218,18 @@ class _Run:
         return Labelled(augmented, y), None
 
     def negatives(self) -> tuple[Tensor, Tensor | None, SGLDHealth | None]:
-        """Samples, their labels and the sampler's health: the fixed proposals, or chains moved by SGLD."""
-        config = self.config
+        """Samples, their labels and the sampler's health: the fixed proposals, or chains moved by SGLD.
+
+        Of several processes each has its share of the samples, and all labels.
+        """
+        config, world = self.config, self.world
         if self.proposals is not None:
             return self.proposals, None, None
         options = {"reinit_prob": config.reinit_prob, "generator": self.rng_chains}
         index, x, y = self.buffer.draw(config.batch_size, **options)
-        x, health = sgld(self.model, x, y, **sampler_options(config), generator=self.rng_chains)
-        self.buffer.put(index, x)
-        return x, y, health
+        x, health = self.move(world.mine(x), None if y is None else world.mine(y))
+        self.buffer.put(index, torch.cat(world.gather(x)))
+        return x, y, health if world.size == 1 else health.merged(world.mean)
 
     def iterate(self) -> bool:
         """One training iteration; False, with the weights untouched, where energies or gradients ran away."""
@@ -211,15 +242,20 @@ class _Run:
             x_neg, y_neg, health = self.negatives()
         self.model.train()
         # one forward pass over data, samples and the classifier's own view of the data, where there is one
-        parts = {"f_pos": batch.x, "f_neg": x_neg, "f_class": x_class if self.method.classify else None}
+        mine, view = self.world.mine, x_class if self.method.classify else None
+        parts = {"f_pos": mine(batch.x), "f_neg": x_neg, "f_class": None if view is None else mine(view)}
         parts = {name: x for name, x in parts.items() if x is not None}
-        logits = self.model.logits(torch.cat(list(parts.values())))
-        split = dict(zip(parts, logits.split([len(x) for x in parts.values()]), strict=True))
+        with precision.autocast(self.dtype, device):
+            logits = self.model.logits(torch.cat(list(parts.values())))
+        # every process has the loss of the whole batch, and the graph of its share
+        shares = zip(*(f.split([len(x) for x in parts.values()]) for f in self.world.gather(logits)), strict=True)
+        split = dict(zip(parts, map(torch.cat, shares), strict=True))
         loss, metrics = objectives.loss(self.method, y_pos=batch.y, y_neg=y_neg, **split)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        self.world.sum_gradients(self.model.parameters())
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        worst = energy_from_logits(logits.detach()).abs().max()
+        worst = torch.stack([energy_from_logits(f.detach()).abs().max() for f in split.values()]).max()
         alive = bool(torch.isfinite(loss.detach()) & torch.isfinite(norm) & (worst <= config.energy_limit))
         metrics |= {"loss": loss.detach(), "gradient_norm": norm}
         if health is not None and config.n_steps > 0:
@@ -231,8 +267,6 @@ class _Run:
             return False
         self._add(metrics)
         self.optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
         self.steps_timed = self.step + 1
         return True
 
@@ -242,7 +276,8 @@ class _Run:
 
     def _close_row(self, step: int) -> None:
         count = self.sums.pop("_count").item()
-        self.history.append({"step": step} | {name: (value / count).item() for name, value in self.sums.items()})
+        means = torch.stack([value / count for value in self.sums.values()]).tolist()  # one transfer, not one each
+        self.history.append({"step": step} | dict(zip(self.sums, means, strict=True)))
         self.sums = {}
 
     def log(self, evaluate: Callable[[JEM], dict[str, float]] | None) -> None:
@@ -276,7 +311,7 @@ class _Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if state["buffer"] is not None:
-            self.buffer = ReplayBuffer.from_state(state["buffer"], self.device)
+            self.buffer = ReplayBuffer.from_state(state["buffer"], self.device, self.buffer.starts)
         self.rng_data.set_state(state["rng_data"])
         self.rng_chains.set_state(state["rng_chains"])
         for name in self._PLAIN:
@@ -288,4 +323,5 @@ class _Run:
         """What `fit` returns, with the model in eval mode."""
         self.model.eval()
         end = {"seconds": self.seconds, "steps_done": self.steps_timed, "trained_now": trained_now}
+        end["precision"] = str(self.dtype).removeprefix("torch.")
         return FitResult(self.config, self.model, self.buffer, self.status, self.diverged_at, self.history, **end)
