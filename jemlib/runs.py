@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from filelock import FileLock
 
 from jemlib import evaluation
 from jemlib.checkpoints import load_checkpoint
@@ -81,8 +82,9 @@ def load_model(store: Store, name: str) -> JEM:
 
 def add_metrics(store: Store, name: str, metrics: dict[str, Any]) -> None:
     """Add evaluation results to a run's record; keys given before are replaced."""
-    record = store.read_record(name)
-    store.record(name, record | {"metrics": record.get("metrics", {}) | metrics})
+    with FileLock(store.dir / ".runs.lock"):  # two notebooks may add to one record
+        record = store.read_record(name)
+        store.record(name, record | {"metrics": record.get("metrics", {}) | metrics})
 
 
 def method_table(

@@ -19,6 +19,8 @@ from jemlib.results import Store, git_state, repo_root, write_atomic
 
 __all__ = ["ParameterError", "kernel_environment", "lab", "parameters", "run"]
 
+MEMORY = "take fewer data, a smaller batch or buffer, or fewer workers"
+
 # nbconvert's "lab" page leaves the alt text of a figure out.
 REPORT_TEMPLATE = """{% extends "lab/index.html.j2" %}
 {% block data_png scoped %}
@@ -153,11 +155,14 @@ def _run_one(source: Path, root: Path, given: dict[str, Any], profile: str) -> s
             progress_bar=sys.stderr.isatty(), start_timeout=180,
         )  # fmt: skip
     except papermill.PapermillExecutionError as error:
+        if error.ename.endswith(("MemoryError", "TerminatedWorkerError")) or "memory: you tried" in error.evalue:
+            return f"out of memory in cell {error.cell_index + 1} ({error.ename}); {MEMORY}"
         return f"cell {error.cell_index + 1} (In [{error.exec_count}]) raised {error.ename}: {error.evalue}"
     except DeadKernelError:
         cells = nbformat.read(unfinished, as_version=4).cells
         started = [i for i, cell in enumerate(cells, 1) if cell.metadata.get("papermill", {}).get("start_time")]
-        return f"the kernel died in cell {started[-1]}" if started else "the kernel died before the first cell"
+        where = f"in cell {started[-1]}" if started else "before the first cell"
+        return f"the kernel died {where}: it was killed, most often because memory ran out; {MEMORY}"
     except RuntimeError as error:
         return f"the kernel did not start: {error}"
     about = {"profile": profile, "seconds": round(notebook.metadata.papermill.duration, 1), **git_state()}
