@@ -45,5 +45,5 @@ def load_checkpoint(path: Path, *, mmap: bool = False) -> dict:
         said = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise CheckpointError(f"{path} cannot be read as a checkpoint ({said[0]}); delete it and run again") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} cannot be read as a checkpoint (it holds something else); delete it and run again")
+        raise CheckpointError(f"{path} cannot be read as a checkpoint (it is none); delete it and run again")
     return state

@@ -78,7 +78,7 @@ def _stamp(path: Path) -> tuple[str, int, int]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The image files folder/{train,test}/<class>/*, or folder/<class>/* without train/, in the order of their paths."""
+    """The image files folder/{train,test}/<class>/*, or folder/<class>/* without train/, in order."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}; correct the path of the images")
     if (folder / "train").is_dir():
@@ -127,7 +127,7 @@ def _decode_all(source: Path, size: int) -> Decoded:
     classes = tuple(sorted({label for label, _, _ in parts["train"]}))
     if len(classes) < 2:
         found = f"has images of {classes[0]} alone" if classes else "has no images"
-        raise DataError(f"{source} {found}: it needs at least two classes, train/<class>/*.png|jpg or <class>/*.png|jpg")
+        raise DataError(f"{source} {found}: it needs two classes at least, train/<class>/*.png or <class>/*.png")
     if strange := {label for label, _, _ in parts["test"]} - set(classes):
         raise DataError(f"{source} has test images of classes without training images: {', '.join(sorted(strange))}")
     train, test = (_mixed(part, classes) if part else None for part in parts.values())
@@ -140,7 +140,7 @@ def _check_name(name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"the file name {ascii(name)} is no UTF-8: rename the file or its folder") from error
+        raise DataError(f"the file name {name!a} is no UTF-8: rename the file or its folder") from error
 
 
 def _mixed(part: list[tuple[str, str, Tensor]], classes: tuple[str, ...]) -> Labelled:

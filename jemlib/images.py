@@ -50,8 +50,8 @@ def image_folder(path: str | Path, *, size: int = 32, n_train: int = 0, n_val: i
 
     Images are scaled to the size along their shorter edge and cropped in the middle; transparent ones are laid on
     white. A relative path counts from the repository. Without a folder test/ a fifth of the images is kept for
-    testing, always the same ones, and `source` says so. n_train, n_val and n_test are upper limits, 0 takes all; validation takes a fifth of the training images
-    at most. Raises DataError.
+    testing, always the same ones, and `source` says so. n_train, n_val and n_test are upper limits, 0 takes all;
+    validation takes a fifth of the training images at most. Raises DataError.
     """
     folder = (repo_root() / Path(path).expanduser()).resolve()
     decoded = decoded_images(folder, size)

@@ -84,7 +84,8 @@ def test_a_stopped_run_leaves_no_kernel_and_is_finished_later(copy, tmp_path, ge
     done = program.end(process)
     assert done.code == code, done
     assert gone(kernel), "a kernel goes on by itself"
-    assert not list(out.glob("reports/*")) and [p.name for p in out.glob("notebooks/*")] == ["01_first.unfinished.ipynb"]
+    assert not list(out.glob("reports/*"))
+    assert [path.name for path in out.glob("notebooks/*")] == ["01_first.unfinished.ipynb"]
     said = done.sentence or "nothing, as nothing can; the index says FAILED"
     if how != signal.SIGKILL:
         assert "01_first FAILED" in done.sentence and "interrupted" in done.sentence and "Traceback" not in done.err

@@ -84,7 +84,7 @@ def test_what_cannot_be_trained_is_refused(copy, tmp_path, gets, fault, settings
     [
         ("K = 0 SGLD steps", {"n_steps": 0}),
         ("K = 1 SGLD step", {"n_steps": 1}),
-        ("a class absent from the data", {"data": "images", "network": "conv_net", "width": 4, "fault": "absent class"}),
+        ("a class absent from the data", {"data": "images", "network": "conv_net", "fault": "absent class"}),
     ],
 )
 def test_what_is_odd_but_sound_is_trained(copy, tmp_path, gets, fault, settings):
