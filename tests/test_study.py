@@ -1,11 +1,8 @@
 """Strict parameters through the real papermill, and the runner with notebooks that fail, die or are interrupted."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import nbformat
@@ -200,35 +197,6 @@ def test_a_run_leaves_copies_reports_index_and_times(folder, tmp_path, capfd):
     ]
     index = (out / "index.html").read_text()
     assert "<td>01_first</td><td>FAILED</td>" in index and "<td>02_second</td><td>not run</td>" in index
-
-
-def test_a_kernel_that_dies_is_a_failure(folder, tmp_path, capfd):
-    write_notebook(folder / "01_first.ipynb", [DECLARATIONS, CONFIG, "import os\nos.kill(os.getpid(), 9)", "1"])
-    assert study.run(only="01", out=tmp_path / "out", notebooks=folder) == 1
-    assert "the kernel died in cell 4" in capfd.readouterr().err
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-def test_an_interrupted_run_leaves_nothing_that_looks_whole(folder, tmp_path):
-    out = tmp_path / "out"
-    code = (
-        "import signal, sys; from pathlib import Path; from jemlib import study\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored, where a shell runs the tests with &
-        "sys.exit(study.run(only='01', out=Path(sys.argv[1]), notebooks=Path(sys.argv[2])))"
-    )
-    write_notebook(
-        folder / "01_first.ipynb", [DECLARATIONS, CONFIG, "open('here', 'w').close()\nimport time; time.sleep(90)"]
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(out), str(folder)], stderr=subprocess.PIPE, text=True)
-    for _ in range(300):
-        if (folder / "here").exists():
-            break
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, messages = process.communicate(timeout=60)
-    assert process.returncode == 130, messages
-    assert "interrupted" in messages
-    assert [p.name for p in out.rglob("01_first*")] == ["01_first.unfinished.ipynb"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -13,6 +14,9 @@ import program
 import psutil
 import pytest
 import torch
+
+from jemlib import runs
+from jemlib.results import Store
 
 HERE = "import os, pathlib\npathlib.Path('here').write_text(str(os.getpid()))\nimport time\ntime.sleep(120)"
 
@@ -119,6 +123,15 @@ def test_twelve_kernels_at_once(copy, tmp_path, gets):
     for folder in folders:
         assert str(folder) in (folder / "notebooks" / "01_first.ipynb").read_text(), "each its own output"
     gets("twelve kernels at once", "twelve whole runs, each with its own output", 0)
+
+
+def test_two_notebooks_that_add_to_one_record(tmp_path, gets):
+    store = Store(tmp_path, "01_first")
+    store.record("run", {"seed": 0})
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: runs.add_metrics(store, "run", {f"m{i}": i}), range(40)))
+    assert store.read_record("run") == {"seed": 0, "metrics": {f"m{i}": i for i in range(40)}}
+    gets("40 metrics added to one record at once", "all 40 are kept")
 
 
 # --- folders ------------------------------------------------------------------------------------------------

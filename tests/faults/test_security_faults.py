@@ -66,7 +66,7 @@ def test_names_of_classes_and_folders_are_text_in_the_report(copy, tmp_path, get
     for stem in ("03_cifar10", "05_calibration_ood"):
         page = Elements((out / "reports" / f"{stem}.html").read_text(encoding="utf-8"))
         pictures = [attributes for tag, attributes in page.tags if tag == "img"]
-        assert pictures and all(picture["src"].startswith("data:image/png") for picture in pictures), "an img from a name"
+        assert pictures and all(picture["src"].startswith("data:image/png") for picture in pictures)
         assert not [attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)]
         assert any(EVIL in text for text in page.text), "the name does not show as text"
     index = Elements((out / "index.html").read_text(encoding="utf-8"))

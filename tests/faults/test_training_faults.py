@@ -204,6 +204,18 @@ class Hostile:
         return Path.touch, (self.path,)
 
 
+SHORT = {"method": "st_jem", "n_iterations": 20}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, Path]:
+    """A copy of the program, and the results of a short run of it."""
+    root = program.copy(tmp_path_factory.mktemp("program"))
+    folder = tmp_path_factory.mktemp("finished")
+    assert program.train(root, folder, **SHORT).code == 0
+    return root, folder
+
+
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
@@ -217,9 +229,9 @@ class Hostile:
         ("of an older version, other weights", "earlier version"),
     ],
 )
-def test_a_checkpoint_that_is_not_this_run_s_is_named_not_loaded(copy, tmp_path, gets, fault, sentence):
-    settings = {"method": "st_jem", "n_iterations": 20}
-    assert program.train(copy, tmp_path, **settings).code == 0
+def test_a_checkpoint_that_is_not_this_run_s_is_named_not_loaded(finished, tmp_path, gets, fault, sentence):
+    root, results = finished
+    shutil.copytree(results, tmp_path, dirs_exist_ok=True)
     path, owned = only(tmp_path, "checkpoints/*.pt"), tmp_path / "owned"
     whole, state = path.read_bytes(), load_checkpoint(path)
     if fault == "truncated":
@@ -240,7 +252,7 @@ def test_a_checkpoint_that_is_not_this_run_s_is_named_not_loaded(copy, tmp_path,
         weights = {key: value[:1] for key, value in state["model"].items()}
         torch.save(state | {"model": weights}, path)
     before = path.read_bytes()
-    done = program.train(copy, tmp_path, **settings)
+    done = program.train(root, tmp_path, **SHORT)
     assert done.code == 1 and str(path) in done.err and sentence in done.sentence
     assert done.sentence.startswith("jemlib.checkpoints.CheckpointError: ")
     assert path.read_bytes() == before and not owned.exists()
