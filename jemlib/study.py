@@ -75,7 +75,7 @@ def _plan(folder: Path, profile: str, only: str | None, given: dict[str, Any]) -
     try:
         settings = dict(yaml.safe_load(file.read_text()) or {})
     except (yaml.YAMLError, TypeError, ValueError) as error:
-        raise ParameterError(f"{file.name} is no valid parameter file: {error}") from error
+        raise ParameterError(f"{file.name} is no valid parameter file: {' '.join(str(error).split())}") from error
     common = settings.pop("all", None) or {}
     check_names(settings, stems, f"{file.name}: ")
     check_names(common, {name for names in declared.values() for name in names}, f"{file.name}, all: ")
@@ -103,7 +103,10 @@ def _declared(path: Path) -> dict[str, tuple[Any, Any]]:
 
     notebook = nbformat.read(path, as_version=4)
     tagged = [cell.source for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-    found = declarations(tagged[0]) if tagged else {}
+    try:
+        found = declarations(tagged[0]) if tagged else {}
+    except ParameterError as error:
+        raise ParameterError(f"{path.name}: {error}") from error
     if not found:
         raise ParameterError(
             f"{path.name} has no cell tagged 'parameters' that holds only 'name: type = default' lines."

@@ -64,7 +64,7 @@ def test_nll_is_a_likelihood_and_its_minimum_is_the_data():
     counts = torch.randint(1, 6, (12, 3), generator=rng())  # data: each pair of state and label so many times
     pairs = torch.arange(36).repeat_interleave(counts.flatten())
     index, y = pairs // 3, pairs % 3
-    log_data = (counts / counts.sum()).double().log()
+    log_data = (counts.double() / counts.sum()).log()
     best = (log_data + 2).requires_grad_()
     least = exact.nll(best[index], y, best, mass)
     assert float(least.detach()) == pytest.approx(float(-(log_data.exp() * log_data).sum())), "the entropy of the data"
