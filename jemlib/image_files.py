@@ -109,7 +109,7 @@ def _entries(source: Path) -> Iterator[tuple[str, str, str, bytes]]:
                 if member.isfile() and len(parts) == 3 and parts[0] in ("train", "test") and _is_image(parts[2]):
                     yield *parts[:2], f"{source}/{member.name}", archive.extractfile(member).read()
     except (OSError, EOFError, tarfile.TarError) as error:
-        said = str(error).splitlines()[0].rstrip(":")
+        said = (str(error) or type(error).__name__).splitlines()[0].rstrip(":")
         raise DataError(f"{source} is damaged or cannot be read ({said}): repair or remove it") from error
 
 

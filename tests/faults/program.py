@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -62,10 +63,16 @@ def smoke_with(root: Path, stem: str, **values: object) -> None:
     path.write_text(yaml.safe_dump(settings, allow_unicode=True), encoding="utf-8")
 
 
+def _hear_interrupts() -> None:
+    """Undo what a shell does to the tests that it runs with &."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(root: Path, *command: str, wrap: tuple[str, ...] = (), **options) -> subprocess.Popen:
     """Start `python command` with the copy's jemlib, in the folder "/" unless told otherwise."""
     environment = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
     environment |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"} | options.pop("env", {})
+    options.setdefault("preexec_fn", _hear_interrupts)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
     return subprocess.Popen([*wrap, sys.executable, *command], **({"cwd": "/", "env": environment} | pipes | options))
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pandas as pd
 import program
 import pytest
 import torch
+import train
 
 from jemlib.checkpoints import load_checkpoint
 
@@ -97,45 +100,58 @@ def test_what_is_odd_but_sound_is_trained(copy, tmp_path, gets, fault, settings)
 
 # --- kills --------------------------------------------------------------------------------------------------
 
-LONG = {"method": "st_jem", "n_iterations": 600, "checkpoint_every": 15, "log_every": 5}
+LONG = {"method": "st_jem", "n_iterations": 300, "checkpoint_every": 5, "log_every": 5}
+#: processes that find torch imported already: fifty starts would cost minutes
+SPAWN = multiprocessing.get_context("forkserver")
+SPAWN.set_forkserver_preload(["jemlib.runs", "jemlib.toy_runs"])
 
 
-def killed(root: Path, folder: Path, rng: random.Random, how: signal.Signals) -> bool:
-    """Start the run, kill it at a random step (or while it starts or writes); whether it was killed before its end."""
-    process = program.start(root, *program.training(folder, **LONG))
-    for _ in range(rng.randrange(0, 6)):
-        process.stdout.readline()  # a tick a log point
-    process.send_signal(how)
-    process.communicate()
-    return process.returncode == -how
+def started(folder: Path) -> multiprocessing.Process:
+    """The training script as a process, started or going on."""
+    process = SPAWN.Process(target=train.main, args=(str(folder), json.dumps(LONG)))
+    process.start()
+    return process
 
 
-def kill_and_compare(root: Path, tmp_path: Path, n: int) -> int:
-    """n kills of runs, finished after at most ten of them, each run then compared with an uninterrupted one."""
-    assert program.train(root, tmp_path / "whole", **LONG).code == 0
-    rng, kills, runs = random.Random(0), 0, 0
+def finish(folder: Path) -> None:
+    """Let a run come to its end."""
+    process = started(folder)
+    process.join()
+    assert process.exitcode == 0
+
+
+def kill_and_compare(tmp_path: Path, n: int) -> int:
+    """Kill runs n times at random moments, finish each, compare each with an uninterrupted one; the number of runs."""
+    finish(tmp_path / "first")  # which also imports
+    begun = time.perf_counter()
+    finish(tmp_path / "whole")
+    takes = time.perf_counter() - begun
+    rng, kills, n_runs = random.Random(0), 0, 0
     while kills < n:
-        runs += 1
-        folder = tmp_path / f"run {runs}"
-        for _ in range(min(10, n - kills)):
-            if not killed(root, folder, rng, rng.choice([signal.SIGKILL, signal.SIGTERM])):
-                break
+        n_runs += 1
+        folder = tmp_path / f"run {n_runs}"
+        while kills < n:
+            process, how = started(folder), rng.choice([signal.SIGKILL, signal.SIGTERM])
+            process.join(rng.uniform(0, takes))  # the first moments, an iteration, a write: wherever it is then
+            process.kill() if how == signal.SIGKILL else process.terminate()
+            process.join()
+            if process.exitcode != -how:
+                break  # it had ended
             kills += 1
-        done = program.train(root, folder, **LONG)
-        assert done.code == 0, done.err
+        finish(folder)
         assert all(map(same, outcome(folder), outcome(tmp_path / "whole")))
-    return runs
+    return n_runs
 
 
-def test_a_killed_run_is_finished_bit_for_bit(copy, tmp_path, gets):
-    kill_and_compare(copy, tmp_path, 3)
+def test_a_killed_run_is_finished_bit_for_bit(tmp_path, gets):
+    kill_and_compare(tmp_path, 3)
     gets("3 kills (SIGKILL, SIGTERM) at random steps, resumed", "weights, chains and tables as uninterrupted", 0)
 
 
 @pytest.mark.slow_faults
 @pytest.mark.timeout(3600)
-def test_fifty_kills(copy, tmp_path, gets):
-    runs = kill_and_compare(copy, tmp_path, 50)
+def test_fifty_kills(tmp_path, gets):
+    runs = kill_and_compare(tmp_path, 50)
     what = f"weights, chains, records and tables of {runs} resumed runs as uninterrupted"
     gets("50 kills (SIGKILL, SIGTERM) at random steps, resumed", what, 0)
 
