@@ -149,7 +149,8 @@ def _run_one(source: Path, root: Path, given: dict[str, Any], profile: str) -> s
     from nbclient.exceptions import DeadKernelError
     from nbconvert import HTMLExporter
 
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # failures are told below, and its name check misfires
+    for name in ("papermill", "asyncio"):  # failures are told below; papermill's name check misfires
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     target = root / "notebooks" / source.name
     unfinished = target.with_suffix(".unfinished.ipynb")  # what a killed run leaves is not mistaken for a whole one
     try:
