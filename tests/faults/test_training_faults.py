@@ -100,7 +100,7 @@ def test_what_is_odd_but_sound_is_trained(copy, tmp_path, gets, fault, settings)
 
 # --- kills --------------------------------------------------------------------------------------------------
 
-LONG = {"method": "st_jem", "n_iterations": 300, "checkpoint_every": 5, "log_every": 5}
+LONG = {"method": "st_jem", "n_iterations": 100, "checkpoint_every": 5, "log_every": 10}
 #: processes that find torch imported already: fifty starts would cost minutes
 SPAWN = multiprocessing.get_context("forkserver")
 SPAWN.set_forkserver_preload(["jemlib.runs", "jemlib.toy_runs"])
