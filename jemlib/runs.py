@@ -58,10 +58,10 @@ def train(store: Store, dataset: Dataset, config: TrainConfig, **options: Any) -
             "history": result.history,
             **provenance(),
         }
-        store.record(name, kept)
         row = {"what": name, "seconds": round(result.seconds, 3), "ms_per_step": round(result.ms_per_step, 3)}
         row |= {"peak_memory_mb": peak_memory_mb(), "device": kept["device"], "threads": kept["threads"]}
         store.timing(row | {"precision": "float32"})
+        store.record(name, kept)  # last: a run that is killed before has no record, and all of this is written again
     return name, result
 
 
