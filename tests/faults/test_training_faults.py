@@ -46,8 +46,8 @@ def outcome(folder: Path) -> dict[str, object]:
     found = load_checkpoint(only(folder, "checkpoints/*.pt"))
     found |= {f"record: {key}": value for key, value in json.loads(only(folder, "runs/*.json").read_text()).items()}
     found = {key: value for key, value in found.items() if key.removeprefix("record: ") not in NOT_COMPARED}
-    tables = folder / "tables"
-    return found | {"table": (tables / "methods.csv").read_text(), "timed": list(pd.read_csv(tables / "timing.csv").what)}
+    timed = pd.read_csv(folder / "tables" / "timing.csv")["what"]
+    return found | {"table": (folder / "tables" / "methods.csv").read_text(), "timed": list(timed)}
 
 
 # --- settings and data --------------------------------------------------------------------------------------
