@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def run(profile: str, only: str | None, seed: int | None, force: bool, data: Pat
     """Run the chain of notebooks and write results/PROFILE/."""
     from jemlib import study  # heavy imports only where they are needed
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is ended shuts its kernel down like Ctrl-C
     try:
         code = study.run(profile=profile, only=only, seed=seed, force=force, data=data, out=out)
     except ValueError as error:  # a wrong notebook or parameter, before anything ran

@@ -34,7 +34,12 @@ def predict(model: nn.Module, x: Tensor, batch: int = 250) -> Tensor:
 def classification(model: JEM, data: Labelled) -> dict[str, float]:
     """Accuracy (a share) and mean negative log-likelihood of p(y given x) (nats) on labelled data."""
     logits, y = predict(model, data.x), data.y.cpu()
-    return {"accuracy": (logits.argmax(1) == y).double().mean().item(), "nll": cross_entropy(logits, y).item()}
+    return {"accuracy": _share_right(logits, y), "nll": cross_entropy(logits, y).item()}
+
+
+def _share_right(logits: Tensor, y: Tensor) -> float:
+    """Share of logits (N, K) that are highest for the label (N,); those that are not finite are wrong."""
+    return ((logits.argmax(1) == y) & logits.isfinite().all(1)).double().mean().item()
 
 
 def fresh_chains(
@@ -58,7 +63,7 @@ def fresh_chains(
 
 def class_agreement(judge: JEM, x: Tensor, y: Tensor) -> float:
     """Share of class-conditional samples (N, ...) that an independent classifier gives the label (N,) asked for."""
-    return (predict(judge, x).argmax(1) == y.cpu()).double().mean().item()
+    return _share_right(predict(judge, x), y.cpu())
 
 
 @torch.no_grad()
@@ -88,10 +93,10 @@ def frechet_distance(a: Tensor, b: Tensor) -> float:
 def samples_metrics(judge: JEM, samples: Labelled, reference: Tensor) -> dict[str, float]:
     """Class agreement and Frechet distance of labelled samples to reference features (M, F), with their number.
 
-    The distance is nan, of 0 samples, where there are too few on either side to have one.
+    The distance is nan, of 0 samples, where there are too few on either side to have one, or samples are not finite.
     """
     found = features(judge, samples.x)
-    enough = min(len(found), len(reference)) > reference.shape[1]
+    enough = min(len(found), len(reference)) > reference.shape[1] and bool(found.isfinite().all())
     return {
         "class_agreement": class_agreement(judge, samples.x, samples.y),
         "frechet": frechet_distance(found, reference) if enough else math.nan,
@@ -138,7 +143,7 @@ def assess(
     samples = Labelled(samples, y)
     row |= samples_metrics(judge, samples, reference)
     stored = features(judge, result.buffer.x[:n_fresh].cpu())
-    if row["n_frechet"] and len(stored) > stored.shape[1]:
+    if row["n_frechet"] and len(stored) > stored.shape[1] and bool(stored.isfinite().all()):
         row["frechet_buffer"] = frechet_distance(stored, reference)
     return row, samples
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tqdm import tqdm
 
 from jemlib.results import git_state, write_atomic
-from jemlib.study import kernel_environment
+from jemlib.study import NOT_STARTED, execute, kernel_environment
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -147,37 +147,23 @@ def _write_record(job: Job, error: str | None, seconds: float) -> dict[str, Any]
 def _execute(job: Job) -> str | None:
     """Execute the notebook in a kernel of its own and keep the executed copy; one sentence when it failed."""
     import nbformat
-    import papermill
     from jupyter_client import AsyncKernelManager
-    from nbclient.exceptions import DeadKernelError
 
     from jemlib import kernels
 
     _prepare_process()
     source = Path(job.root, job.notebook)
-    error = None
+    options = {
+        "kernel_manager_class": kernels.ForkedKernelManager if kernels.CAN_FORK else AsyncKernelManager,
+        "resources": {"metadata": {"path": job.cwd}},  # the kernel's folder; cwd= is the process's
+    }
     with tempfile.TemporaryDirectory() as scratch:  # papermill writes its copy cell by cell; only a whole one is kept
         copy = Path(scratch, source.name)
         for attempt in range(1, START_ATTEMPTS + 1):
-            try:
-                papermill.execute_notebook(
-                    source, copy, job.parameters | {"results_dir": str(job.folder)}, kernel_name="python3",
-                    language="python", progress_bar=False, start_timeout=180,
-                    kernel_manager_class=kernels.ForkedKernelManager if kernels.CAN_FORK else AsyncKernelManager,
-                    resources={"metadata": {"path": job.cwd}},  # the kernel's folder; cwd= is the process's
-                )  # fmt: skip
-            except papermill.PapermillExecutionError as failure:
-                error = f"notebook cell {failure.cell_index + 1} raised {failure.ename}: {failure.evalue}"
-            except DeadKernelError:
-                error = "the kernel died"
-            except RuntimeError as failure:
-                error = f"the kernel did not start: {failure}"
-                if attempt < START_ATTEMPTS:
-                    time.sleep(random.uniform(0.5, 2) * attempt)
-                    continue
-            else:
-                error = None
-            break
+            error = execute(source, copy, job.parameters | {"results_dir": str(job.folder)}, **options)
+            if error is None or not error.startswith(NOT_STARTED) or attempt == START_ATTEMPTS:
+                break
+            time.sleep(random.uniform(0.5, 2) * attempt)
         if copy.is_file():
             notebook = nbformat.read(copy, as_version=4)
             notebook.metadata.papermill.update(input_path=source.name, output_path=source.name)
@@ -188,7 +174,6 @@ def _execute(job: Job) -> str | None:
 @functools.cache
 def _prepare_process() -> None:
     """Kernels of this environment, on few threads, as long as this worker lives: its threads share one environment."""
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # failures are recorded
     stack = contextlib.ExitStack()
     stack.enter_context(kernel_environment())
     atexit.register(stack.close)

@@ -61,7 +61,7 @@ def reliability_diagrams(curves: pd.DataFrame, table: pd.DataFrame, title: str) 
     axes[0, 0].set(ylabel="accuracy", ylim=(-0.02, 1.02))
     axes[1, 0].set(ylabel="count in bin")
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    fig.suptitle(title)
+    fig.suptitle(title, parse_math=False)
     return fig, f"{title}. Expected calibration error before and after scaling: {'; '.join(said)}."
 
 
@@ -95,7 +95,7 @@ def score_histograms(
     for ax, (label, _) in zip(axes[-1], _SHOWN.values(), strict=True):
         ax.set_xlabel(label)
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=limit + 1, frameon=False)
-    fig.suptitle(title)
+    fig.suptitle(title, parse_math=False)
     return fig, (
         f"{title}. One row a model ({', '.join(values)}), one column a score ({', '.join(SCORES)}), log scale; "
         f"grey: {shown[0]}; lines: {', '.join(shown[1:])}."
@@ -125,7 +125,7 @@ def auroc_overview(table: pd.DataFrame, sets: Sequence[str], title: str) -> tupl
         ax.set_xticks(ax.get_xticks(), ax.get_xticklabels(), rotation=35, ha="right", rotation_mode="anchor")
     bar = fig.colorbar(axes[0, 0].collections[0], ax=axes, shrink=0.6)
     bar.set_label("AUROC (0.5: chance)")
-    fig.suptitle(title)
+    fig.suptitle(title, parse_math=False)
     best = table.dropna(subset=["auroc"]).groupby("score")["auroc"].mean()
     said = ", ".join(f"{score} {best[score]:.2f}" for score in SCORES if score in best)
     return fig, f"{title}. Four maps, methods by OOD sets. Mean AUROC by score: {said}."

@@ -37,11 +37,11 @@ def sample_grid(
         _tile(ax, tiles)
         side = tiles.shape[-1]
         tilt = {"rotation": 30, "ha": "right"} if max(map(len, classes)) > 4 else {}
-        ax.set_xticks([side * (k + 0.5) for k in range(len(classes))], classes, **tilt)
+        ax.set_xticks([side * (k + 0.5) for k in range(len(classes))], classes, parse_math=False, **tilt)
         ax.tick_params(length=0)
         ax.set_yticks([])
         _name(ax, name, endings)
-    fig.suptitle(title)
+    fig.suptitle(title, parse_math=False)
     return fig, f"{title}. One panel a method ({', '.join(samples)}), one column a class, {rows} chains each."
 
 
@@ -81,7 +81,7 @@ def energies(
     axes[0, 0].set_ylabel("mean energy E(x) (nats)")
     if shown:
         axes[0, 0].legend(frameon=False)
-    fig.suptitle(title)
+    fig.suptitle(title, parse_math=False)
     gaps = {name: f"{runs[0]['energy_gap'].iloc[-1]:.2g}" for name, runs in shown.items()}
     said = ", ".join(f"{name} {gap}" for name, gap in gaps.items())
     dead = "".join(f" {name} {end}." for name, end in endings.items() if name in shown and end != "ok")
@@ -110,7 +110,7 @@ def learning_curves(histories: Mapping[str, Sequence[pd.DataFrame]], title: str)
         ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.8)))
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
-    fig.suptitle(title)
+    fig.suptitle(title, parse_math=False)
     ends = {name: runs[0].get("val_accuracy", pd.Series([float("nan")])).iloc[-1] for name, runs in histories.items()}
     said = ", ".join(f"{name} {end:.3f}" for name, end in ends.items())
     return fig, f"{title}. Last validation accuracy, first seed: {said}."

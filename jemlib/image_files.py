@@ -1,4 +1,7 @@
-"""Image files as tensors: folders and archives of train/<class>/*.png|jpg, decoded once and kept in a cache."""
+"""Image files as tensors: folders and archives of train/<class>/*.png|jpg, decoded once and kept in a cache.
+
+A folder of <class>/* alone is read as training images.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ import contextlib
 import hashlib
 import io
 import json
-import os
-import struct
+import stat
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +43,10 @@ def decoded_images(source: Path, size: int) -> Decoded:
     A part's images stand in a fixed random order that mixes its classes. Raises DataError, naming the file.
     """
     source = source.resolve()
-    listing = [_stamp(source)] if source.is_file() else [_stamp(path) for path in _files(source)]
+    try:
+        listing = [_stamp(path) for path in ([source] if source.is_file() else _files(source))]
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read ({error.strerror}): repair or remove it") from error
     key = hashlib.sha256(json.dumps([_FORMAT, str(source), size, listing]).encode()).hexdigest()
     if not writable(cache_dir()):
         return _decode_all(source, size)
@@ -67,19 +72,23 @@ def _from_state(state: dict) -> Decoded:
 
 def _stamp(path: Path) -> tuple[str, int, int]:
     found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait for ever
+        raise DataError(f"{path} cannot be read as an image: it is no regular file; remove it")
     return str(path), found.st_size, found.st_mtime_ns
 
 
 def _files(folder: Path) -> list[Path]:
-    """The image files folder/{train,test}/<class>/*, in the order of their paths."""
-    if not (folder / "train").is_dir():
-        raise DataError(f"{folder} has no folder train/ with a folder of images for each class; move them to train/")
-    found = []
-    for part in ("train", "test"):
-        for path, _, names in sorted(os.walk(folder / part, followlinks=True)):
-            if Path(path).parent == folder / part:
-                found += [Path(path, name) for name in sorted(names) if _is_image(name)]
-    return found
+    """The image files folder/{train,test}/<class>/*, or folder/<class>/* without train/, in order."""
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}; correct the path of the images")
+    if (folder / "train").is_dir():
+        parts = [folder / "train", *([folder / "test"] if (folder / "test").is_dir() else [])]
+    elif (folder / "test").exists():
+        raise DataError(f"{folder} has a folder test/ but no folder train/; move the training images to train/<class>/")
+    else:
+        parts = [folder]
+    labels = [path for part in parts for path in sorted(part.iterdir()) if path.is_dir() and path.name[0] != "."]
+    return [path for label in labels for path in sorted(label.iterdir()) if _is_image(path.name)]
 
 
 def _is_image(name: str) -> bool:
@@ -87,39 +96,51 @@ def _is_image(name: str) -> bool:
 
 
 def _entries(source: Path) -> Iterator[tuple[str, str, str, bytes]]:
-    """(part, class, file name, content) of every image file; an archive is read in memory, nothing is unpacked."""
-    if source.is_dir():
-        for path in _files(source):
-            yield *path.parts[-3:], path.read_bytes()
-        return
+    """(part, class, path, content) of every image file; an archive is read in memory, nothing is unpacked."""
     try:
+        if source.is_dir():
+            for path in _files(source):
+                parts = path.relative_to(source).parts
+                yield (parts[0] if len(parts) == 3 else "train"), path.parent.name, str(path), path.read_bytes()
+            return
         with tarfile.open(source) as archive:
             for member in archive:
                 parts = member.name.split("/")[-3:]
                 if member.isfile() and len(parts) == 3 and parts[0] in ("train", "test") and _is_image(parts[2]):
-                    yield *parts, archive.extractfile(member).read()
+                    yield *parts[:2], f"{source}/{member.name}", archive.extractfile(member).read()
     except (OSError, EOFError, tarfile.TarError) as error:
-        raise DataError(f"{source} is damaged ({error}): replace or remove it") from error
+        said = (str(error) or type(error).__name__).splitlines()[0].rstrip(":")
+        raise DataError(f"{source} is damaged or cannot be read ({said}): repair or remove it") from error
 
 
 def _decode_all(source: Path, size: int) -> Decoded:
     parts: dict[str, list[tuple[str, str, Tensor]]] = {"train": [], "test": []}
     sums = {}
-    for part, label, name, content in _entries(source):
-        file = f"{part}/{label}/{name}"
+    for part, label, path, content in _entries(source):
+        name = path.rsplit("/", 1)[-1]
+        _check_name(f"{label}/{name}")
         try:
             parts[part].append((label, name, decode(content, size)))
-        except (OSError, EOFError, SyntaxError, ValueError, RuntimeError, struct.error) as error:
-            raise DataError(f"{source / file} cannot be read as an image: replace or remove it") from error
-        sums[file] = hashlib.sha256(content).hexdigest()
+        except Exception as error:  # PIL raises many kinds for a damaged file
+            raise DataError(f"{path} cannot be read as an image: replace or remove it") from error
+        sums[f"{part}/{label}/{name}"] = hashlib.sha256(content).hexdigest()
     classes = tuple(sorted({label for label, _, _ in parts["train"]}))
     if len(classes) < 2:
-        raise DataError(f"{source} needs images of at least two classes, train/<class>/*.png or *.jpg")
+        found = f"has images of {classes[0]} alone" if classes else "has no images"
+        raise DataError(f"{source} {found}: it needs two classes at least, train/<class>/*.png or <class>/*.png")
     if strange := {label for label, _, _ in parts["test"]} - set(classes):
         raise DataError(f"{source} has test images of classes without training images: {', '.join(sorted(strange))}")
     train, test = (_mixed(part, classes) if part else None for part in parts.values())
     checksum = hashlib.sha256(json.dumps([size, sorted(sums.items())]).encode()).hexdigest()[:12]
     return Decoded(train, test, classes, checksum, not any(file.lower().endswith(".png") for file in sums))
+
+
+def _check_name(name: str) -> None:
+    """Raise DataError for a name that is no UTF-8, which no table or figure could show."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"the file name {name!a} is no UTF-8: rename the file or its folder") from error
 
 
 def _mixed(part: list[tuple[str, str, Tensor]], classes: tuple[str, ...]) -> Labelled:

@@ -46,16 +46,18 @@ def cifar10(data_dir: str | Path = "", *, n_train: int = 0, n_val: int = 5000, n
 
 
 def image_folder(path: str | Path, *, size: int = 32, n_train: int = 0, n_val: int = 5000, n_test: int = 0) -> Dataset:
-    """One's own images, path/{train,test}/<class>/*.png|jpg, as (N, 3, size, size) float32 in [-1, 1].
+    """One's own images, path/{train,test}/<class>/*.png|jpg or path/<class>/*, as (N, 3, size, size) in [-1, 1].
 
     Images are scaled to the size along their shorter edge and cropped in the middle; transparent ones are laid on
     white. A relative path counts from the repository. Without a folder test/ a fifth of the images is kept for
-    testing. n_train, n_val and n_test are upper limits, 0 takes all; validation takes a fifth of the training images
-    at most. Raises DataError.
+    testing, always the same ones, and `source` says so. n_train, n_val and n_test are upper limits, 0 takes all;
+    validation takes a fifth of the training images at most. Raises DataError.
     """
     folder = (repo_root() / Path(path).expanduser()).resolve()
     decoded = decoded_images(folder, size)
+    source = f"own images: {folder.name}"
     if decoded.test is None:
+        source += ", a fifth held out for testing"
         train, test = split(*decoded.train, 0, -(-len(decoded.train.y) // 5))
         print(f"{folder.name}: no folder test/, so {len(test.y)} of {len(decoded.train.y)} images are kept for testing")
         decoded = decoded._replace(train=train, test=test)
@@ -64,7 +66,7 @@ def image_folder(path: str | Path, *, size: int = 32, n_train: int = 0, n_val: i
         print(f"{folder.name}: {n_val} validation images, a fifth of the training images, instead of {n_wanted}")
     name = re.sub(r"[^A-Za-z0-9]+", "_", folder.name).strip("_") or "images"
     n_train = min(n_train, len(decoded.train.y) - n_val)
-    return _dataset(name, f"own images: {folder.name}", decoded, n_train, n_val, n_test)
+    return _dataset(name, source, decoded, n_train, n_val, n_test)
 
 
 def _dataset(name: str, source: str, decoded: Decoded, n_train: int, n_val: int, n_test: int) -> Dataset:

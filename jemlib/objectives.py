@@ -16,6 +16,7 @@ from torch import Tensor
 from jemlib.energy import energy_from_logits
 
 ANCHORS = ("none", "own", "batch")
+MIN_EXPONENT = 1e-3  #: of tempered weights; below it the normalizer's logarithm is rounding alone in 32 bits
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
@@ -55,11 +56,15 @@ def negative_phase(f: Tensor, exponent: float = 1.0) -> Tensor:
     importance weights of Equations (19) and (20), 0 gives the plain average of Equation (17), a value in between
     tempers the weights.
     """
-    if not 0 <= exponent <= 1:
-        raise ValueError(f"exponent must lie in [0, 1], got {exponent}")
+    _check_exponent(exponent)
     if exponent == 0:
         return f.mean(-1)
     return (torch.logsumexp(exponent * f, dim=-1) - math.log(f.shape[-1])) / exponent
+
+
+def _check_exponent(exponent: float) -> None:
+    if not (exponent == 0 or MIN_EXPONENT <= exponent <= 1):
+        raise ValueError(f"exponent must be 0 or lie in [{MIN_EXPONENT:g}, 1], got {exponent}")
 
 
 def importance_weighted(
@@ -124,8 +129,7 @@ class Method:
             raise ValueError(f"generative must be none, x, xy or x|y, got {self.generative!r}")
         if self.anchor not in ANCHORS:
             raise ValueError(f"anchor must be one of {', '.join(ANCHORS)}, got {self.anchor!r}")
-        if not 0 <= self.exponent <= 1:
-            raise ValueError(f"exponent must lie in [0, 1], got {self.exponent}")
+        _check_exponent(self.exponent)
         if self.mi_on not in ("samples", "data"):
             raise ValueError(f"mi_on must be samples or data, got {self.mi_on!r}")
 

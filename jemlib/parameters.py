@@ -15,6 +15,8 @@ from typing import Any
 
 MISSING = object()  # the default of a parameter whose default is no literal
 PAPERMILL_NAMES = {"PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}  # from papermill's --inject-paths
+_PARTS_OF_A_TYPE = (ast.Expression, ast.Name, ast.Constant, ast.Subscript, ast.Tuple, ast.List, ast.BinOp, ast.BitOr,
+                    ast.Load)  # fmt: skip
 INJECTED_HEADER = "# Parameters"  # the first line of the cell that papermill injects
 
 
@@ -83,7 +85,10 @@ def declared_in(notebook: Path) -> dict[str, tuple[Any, Any]]:
 
     cells = nbformat.read(notebook, as_version=4).cells
     tagged = [cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])]
-    found = declarations(tagged[0]) if tagged else {}
+    try:
+        found = declarations(tagged[0]) if tagged else {}
+    except ParameterError as error:
+        raise ParameterError(f"{notebook.name}: {error}") from error
     if not found:
         raise ParameterError(
             f"{notebook.name} has no cell tagged 'parameters' that holds only 'name: type = default' lines."
@@ -149,4 +154,12 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _resolve(hint: Any, namespace: Mapping[str, Any]) -> Any:
-    return eval(hint, {**vars(typing), **namespace}) if isinstance(hint, str) else hint
+    """The type that an annotation names; nothing in it is called, so that reading a notebook runs no code of it."""
+    if not isinstance(hint, str):
+        return hint
+    if not all(isinstance(node, _PARTS_OF_A_TYPE) for node in ast.walk(ast.parse(hint, mode="eval"))):
+        raise ParameterError(f"A parameter's type must be a plain type such as int or list[str], not {hint!r}.")
+    try:
+        return eval(hint, {**vars(typing), **namespace})
+    except NameError as error:
+        raise ParameterError(f"A parameter has the type {hint!r}, but {error}.") from error

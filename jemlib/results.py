@@ -318,8 +318,12 @@ def write_atomic(path: Path, data: bytes) -> None:
     _make_folder(path.parent)
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
-        temporary.write_bytes(data)
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash of the machine may leave an empty file under the new name
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ResultsError(f"Cannot write {path}: {error.strerror}.") from error
+    finally:
+        temporary.unlink(missing_ok=True)

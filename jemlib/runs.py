@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from filelock import FileLock
 
 from jemlib import distributed, evaluation
 from jemlib.checkpoints import load_checkpoint
@@ -60,10 +61,10 @@ def train(store: Store, dataset: Dataset, config: TrainConfig, **options: Any) -
             "history": result.history,
             **provenance(),
         }
-        store.record(name, kept)
         row = {"what": name, "seconds": round(result.seconds, 3), "ms_per_step": round(result.ms_per_step, 3)}
         row |= {"peak_memory_mb": peak_memory_mb(), "device": kept["device"], "threads": kept["threads"]}
         store.timing(row | {"precision": kept["precision"]})
+        store.record(name, kept)  # last: a run that is killed before has no record, and all of this is written again
     store.uses([name])
     world.barrier()  # the record is there for all
     return name, result
@@ -86,8 +87,9 @@ def load_model(store: Store, name: str) -> JEM:
 
 def add_metrics(store: Store, name: str, metrics: dict[str, Any]) -> None:
     """Add evaluation results to a run's record; keys given before are replaced."""
-    record = store.read_record(name)
-    store.record(name, record | {"metrics": record.get("metrics", {}) | metrics})
+    with FileLock(store.dir / ".runs.lock"):  # two notebooks may add to one record
+        record = store.read_record(name)
+        store.record(name, record | {"metrics": record.get("metrics", {}) | metrics})
 
 
 def method_table(

@@ -18,6 +18,10 @@ from jemlib.results import Store, git_state, repo_root, write_atomic
 
 __all__ = ["ParameterError", "kernel_environment", "lab", "parameters", "run"]
 
+#: how a sentence about a kernel that could not be started begins
+NOT_STARTED = "the kernel did not start"
+_MEMORY = "take fewer data, a smaller batch or buffer, or fewer workers"
+
 
 def run(
     profile: str = "quick",
@@ -61,7 +65,7 @@ def _plan(folder: Path, profile: str, only: str | None, given: dict[str, Any]) -
     try:
         settings = dict(yaml.safe_load(file.read_text()) or {})
     except (yaml.YAMLError, TypeError, ValueError) as error:
-        raise ParameterError(f"{file.name} is no valid parameter file: {error}") from error
+        raise ParameterError(f"{file.name} is no valid parameter file: {' '.join(str(error).split())}") from error
     common = settings.pop("all", None) or {}
     check_names(settings, stems, f"{file.name}: ")
     check_names(common, {name for names in declared.values() for name in names}, f"{file.name}, all: ")
@@ -109,7 +113,9 @@ def _run_all(plan: dict[str, dict[str, Any]], folder: Path, root: Path, profile:
             start = time.perf_counter()
             about = {"profile": profile, "command": f"{command} --only {_only(stem, needs)}", **git_state()}
             try:
-                failure = _missing(root, needs[stem]) or _run_one(folder / f"{stem}.ipynb", root, given, about)
+                failure = _missing(root, needs[stem]) or execute(
+                    folder / f"{stem}.ipynb", _unfinished(root, stem), given, cwd=folder, engine_name=watch.ENGINE
+                )
             except KeyboardInterrupt:
                 failure, interrupted = "it was interrupted", True
             about["seconds"] = round(time.perf_counter() - start, 1)
@@ -154,31 +160,33 @@ def _missing(root: Path, stems: Iterable[str]) -> str | None:
     return None
 
 
-def _run_one(source: Path, root: Path, given: dict[str, Any], about: dict[str, Any]) -> str | None:
-    """Execute one notebook; one sentence when it failed. Its copy stays "unfinished" until `_finish`."""
+def execute(source: Path, target: Path, given: dict[str, Any], **options: Any) -> str | None:
+    """Execute a notebook with papermill into `target`, written cell by cell; one sentence where it failed.
+
+    options: as of `papermill.execute_notebook`.
+    """
     import nbformat
     import papermill
     from nbclient.exceptions import DeadKernelError
 
-    from jemlib import watch
-
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # failures are told below, and its name check misfires
-    unfinished = _unfinished(root, source.stem)
+    for name in ("papermill", "asyncio"):  # failures are told here; papermill's name check misfires
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         papermill.execute_notebook(
-            source, unfinished, given, kernel_name="python3", language="python", cwd=source.parent,
-            progress_bar=False, start_timeout=180, engine_name=watch.ENGINE,
-            coalesce_streams=True,
+            source, target, given, kernel_name="python3", language="python", progress_bar=False, start_timeout=180,
+            coalesce_streams=True, **options,
         )  # fmt: skip
     except papermill.PapermillExecutionError as error:
+        if error.ename.endswith(("MemoryError", "TerminatedWorkerError")) or "memory: you tried" in error.evalue:
+            return f"out of memory in cell {error.cell_index + 1} ({error.ename}); {_MEMORY}"
         return f"cell {error.cell_index + 1} (In [{error.exec_count}]) raised {error.ename}: {error.evalue}"
     except DeadKernelError:
-        cells = nbformat.read(unfinished, as_version=4).cells
+        cells = nbformat.read(target, as_version=4).cells
         started = [i for i, cell in enumerate(cells, 1) if cell.metadata.get("papermill", {}).get("start_time")]
         where = f"in cell {started[-1]}" if started else "before the first cell"
-        return f"the kernel died {where} (killed, perhaps by the system for want of memory)"
+        return f"the kernel died {where}: it was killed, most often because memory ran out; {_MEMORY}"
     except RuntimeError as error:
-        return f"the kernel did not start: {error}"
+        return f"{NOT_STARTED}: {error}"
     return None
 
 

@@ -100,11 +100,6 @@ class Toy:
         """log p(x, y) of points (B, 2), as (B, K), in nats."""
         return self.shape.log_conditional(x) - math.log(self.n_classes)
 
-    def log_prob(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        """log p(x), or log p(x, y) where labels (B,) are given, as (B,), in nats."""
-        joint = self.log_joint(x)
-        return joint.logsumexp(1) if y is None else joint.gather(1, y[:, None])[:, 0]
-
     def sample(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """n labelled points as (x (n, 2) float64, y (n,)); labels in equal shares, in random order."""
         y = (torch.arange(n) % self.n_classes)[torch.randperm(n, generator=generator)]

@@ -308,14 +308,19 @@ class _Run:
                 "move it away, or train anew with --force"
             )
         state = copy.deepcopy(state)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if state["buffer"] is not None:
-            self.buffer = ReplayBuffer.from_state(state["buffer"], self.device, self.buffer.starts)
-        self.rng_data.set_state(state["rng_data"])
-        self.rng_chains.set_state(state["rng_chains"])
-        for name in self._PLAIN:
-            setattr(self, name, state[name])
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            if state["buffer"] is not None:
+                self.buffer = ReplayBuffer.from_state(state["buffer"], self.device, self.buffer.starts)
+            self.rng_data.set_state(state["rng_data"])
+            self.rng_chains.set_state(state["rng_chains"])
+            for name in self._PLAIN:
+                setattr(self, name, state[name])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{path} was written by an earlier version of jemlib: move it away, or train anew with --force"
+            ) from error
         self.order = self.order.to(self.device)
         self.sums = {name: value.to(self.device) for name, value in self.sums.items()}
 

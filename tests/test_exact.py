@@ -55,15 +55,22 @@ def test_information_of_a_hand_worked_table():
 
 
 def test_nll_is_a_likelihood_and_its_minimum_is_the_data():
-    log_data = random_joint()
     mass = torch.zeros(12, dtype=torch.float64)
     f = torch.randn(12, 3, dtype=torch.float64, generator=rng(1))
     index, y = torch.tensor([3, 5]), torch.tensor([0, 2])
     by_hand = -(f.exp() / f.exp().sum()).log()[index, y].mean()
     assert float(exact.nll(f[index], y, f, mass)) == pytest.approx(float(by_hand))
-    entropy = -(log_data.exp() * log_data).sum()
-    oracle = exact.log_z(log_data, mass) - (log_data.exp() * log_data).sum()
-    assert float(oracle) == pytest.approx(float(entropy))
+
+    counts = torch.randint(1, 6, (12, 3), generator=rng())  # data: each pair of state and label so many times
+    pairs = torch.arange(36).repeat_interleave(counts.flatten())
+    index, y = pairs // 3, pairs % 3
+    log_data = (counts.double() / counts.sum()).log()
+    best = (log_data + 2).requires_grad_()
+    least = exact.nll(best[index], y, best, mass)
+    assert float(least.detach()) == pytest.approx(float(-(log_data.exp() * log_data).sum())), "the entropy of the data"
+    assert torch.autograd.grad(least, best)[0].abs().max() < 1e-12
+    above = float(exact.nll(f[index], y, f, mass) - least.detach())
+    assert above == pytest.approx(float(exact.kl(log_data, exact.log_joint(f, mass), mass))) and above > 0.1
 
 
 def test_draw_follows_the_density():
@@ -182,7 +189,7 @@ def test_toy_density_integrates_to_1_and_matches_its_samples(name):
     x, y = toy.sample(60_000, rng())
     assert x.abs().max() <= 1 and torch.bincount(y).max() - torch.bincount(y).min() <= 1
     entropy = -((joint + space.log_mass[:, None]).exp() * joint).sum()
-    scores = -toy.log_prob(x, y)
+    scores = -toy.log_joint(x).gather(1, y[:, None])[:, 0]
     assert abs(float(scores.mean() - entropy)) < 5 * float(scores.std()) / math.sqrt(len(x))
     # the law itself, not only its entropy: counts in coarse cells, class by class
     cells = 5
@@ -201,13 +208,6 @@ def test_toy_sampler_is_explicit():
     assert torch.equal(a, b) and not torch.equal(a, c)
     with pytest.raises(ValueError, match="rings"):
         Toy("ring")
-
-
-def test_toy_log_prob_is_a_log_sum_over_labels():
-    toy = Toy("rings")
-    x, y = toy.sample(20, rng())
-    both = torch.stack([toy.log_prob(x, torch.full_like(y, k)) for k in (0, 1)], dim=1)
-    assert torch.allclose(toy.log_prob(x), both.logsumexp(1))
 
 
 # --- gradient estimators ------------------------------------------------------------------------------------

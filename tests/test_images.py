@@ -64,7 +64,8 @@ def test_own_images_train(own, capsys):
     found = images.image_folder(own)
     said = capsys.readouterr().out
     assert "24 of 120 images are kept for testing" in said and "19 validation images" in said
-    assert found.source == "own images: fruit" and found.name == "fruit" and found.classes == CLASSES
+    assert found.source == "own images: fruit, a fifth held out for testing"
+    assert found.name == "fruit" and found.classes == CLASSES
     assert [len(part.x) for part in (found.train, found.val, found.test)] == [77, 19, 24]
     assert found.train.x.shape[1:] == (3, 32, 32) and found.train.x.dtype == torch.float32
     assert -1 <= found.train.x.min() < found.train.x.max() <= 1
@@ -99,7 +100,14 @@ def test_parts_do_not_overlap_and_the_order_is_fixed(own, monkeypatch):
 def test_a_test_folder_is_used(own):
     write(own / "test", n=4, seed=1)
     found = images.image_folder(own)
+    assert found.source == "own images: fruit"
     assert len(found.test.x) == 12 and len(found.train.x) + len(found.val.x) == 120
+
+
+def test_classes_alone_give_the_same_images(own):
+    inside, alone = images.image_folder(own), images.image_folder(own / "train")
+    assert alone.checksum == inside.checksum and torch.equal(alone.test.x, inside.test.x)
+    assert alone.source == "own images: train, a fifth held out for testing"
 
 
 def test_images_are_decoded_once_and_again_where_they_changed(own, monkeypatch, capsys):
@@ -135,9 +143,12 @@ def test_a_damaged_file_is_named(tmp_path, damage, kind):
 
 
 def test_folders_that_are_no_data_set_are_refused(tmp_path, own):
-    with pytest.raises(DataError, match="no folder train/"):
+    with pytest.raises(DataError, match="there is no folder"):
         images.image_folder(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="at least two classes"):
+    with pytest.raises(DataError, match="no folder train/"):
+        write(tmp_path / "half" / "test", n=2)
+        images.image_folder(tmp_path / "half")
+    with pytest.raises(DataError, match="images of only alone"):
         write(tmp_path / "one" / "train", classes=("only",), n=2)
         images.image_folder(tmp_path / "one")
     write(own / "test", classes=("pear", "quince"), n=2)
@@ -218,7 +229,7 @@ def test_a_folder_and_its_archive_are_one_data_set(cifar_folder, tmp_path):
     assert found.id == folder.id and torch.equal(found.train.x, folder.train.x)
     assert sorted(path.name for path in packed.iterdir()) == ["cifar10-images.tar.xz"], "nothing is unpacked there"
     (packed / "cifar10-images.tar.xz").write_bytes((packed / "cifar10-images.tar.xz").read_bytes()[:-500])
-    with pytest.raises(DataError, match=r"cifar10-images.tar.xz is damaged"):
+    with pytest.raises(DataError, match=r"cifar10-images.tar.xz is damaged or cannot be read"):
         images.cifar10(packed)
 
 

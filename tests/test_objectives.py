@@ -191,7 +191,9 @@ def test_options_of_a_row():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"generative": "y"}, {"anchor": "all"}, {"exponent": 1.5}, {"mi_on": "both"}], ids=lambda w: next(iter(w))
+    "wrong",
+    [{"generative": "y"}, {"anchor": "all"}, {"exponent": 1.5}, {"exponent": 1e-6}, {"mi_on": "both"}],
+    ids=lambda w: next(iter(w)),
 )
 def test_wrong_rows_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -1,11 +1,8 @@
 """Strict parameters through the real papermill, and the runner with notebooks that fail, die or are interrupted."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import nbformat
@@ -228,38 +225,6 @@ def test_a_file_that_has_gone_is_named_before_the_notebook_that_needs_it(folder,
     assert study.run(out=out, notebooks=folder) == 1
     assert "03_third FAILED after 0 s: tables/made.csv, which 01_first wrote, is missing" in capfd.readouterr().err
     assert "<title>FAILED: 03_third (quick)</title>" in (out / "reports" / "03_third.html").read_text()
-
-
-def test_a_kernel_that_dies_is_a_failure(folder, tmp_path, capfd):
-    write_notebook(folder / "01_first.ipynb", [DECLARATIONS, CONFIG, "import os\nos.kill(os.getpid(), 9)", "1"])
-    out = tmp_path / "out"
-    assert study.run(only="01", out=out, notebooks=folder) == 1
-    assert "the kernel died in cell 4" in capfd.readouterr().err
-    assert "FAILED: the kernel died in cell 4" in (out / "index.html").read_text()
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-def test_an_interrupted_run_leaves_nothing_that_looks_whole(folder, tmp_path):
-    out = tmp_path / "out"
-    code = (
-        "import signal, sys; from pathlib import Path; from jemlib import study\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored, where a shell runs the tests with &
-        "sys.exit(study.run(only='01', out=Path(sys.argv[1]), notebooks=Path(sys.argv[2])))"
-    )
-    write_notebook(
-        folder / "01_first.ipynb", [DECLARATIONS, CONFIG, "open('here', 'w').close()\nimport time; time.sleep(90)"]
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(out), str(folder)], stderr=subprocess.PIPE, text=True)
-    for _ in range(300):
-        if (folder / "here").exists():
-            break
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, messages = process.communicate(timeout=60)
-    assert process.returncode == 130, messages
-    assert "interrupted" in messages
-    assert {p.name for p in out.rglob("01_first*")} == {"01_first.unfinished.ipynb", "01_first.html"}
-    assert "FAILED: it was interrupted" in (out / "reports" / "01_first.html").read_text()
 
 
 @pytest.mark.parametrize(

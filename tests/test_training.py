@@ -1,10 +1,6 @@
 """The training loop: determinism, resume, divergence as a result, strict configuration."""
 
 import json
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -126,39 +122,6 @@ def test_resume_equals_uninterrupted(stop, blobs, tmp_path):
     assert same(*saved)
 
 
-_SCRIPT = """
-import sys, torch
-from jemlib.config import TrainConfig
-from jemlib.data import Labelled
-from jemlib.training import fit
-from pathlib import Path
-folder = Path(sys.argv[1])
-train = Labelled(*torch.load(folder / "data.pt", weights_only=True))
-config = TrainConfig.model_validate_json((folder / "config.json").read_text())
-report = lambda model: print("tick", flush=True) or {}
-fit(config, train, 2, checkpoint=folder / "run.pt", evaluate=report)
-"""
-
-
-def test_resume_after_sigkill_equals_uninterrupted(blobs, tmp_path):
-    config = small(n_iterations=400, log_every=5, checkpoint_every=20)
-    torch.save(list(blobs), tmp_path / "data.pt")
-    (tmp_path / "config.json").write_text(config.model_dump_json())
-    command = [sys.executable, "-c", _SCRIPT, str(tmp_path)]
-    for ticks in (1, 5):  # killed twice: before the first checkpoint after the start, and in the middle
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            for _ in range(ticks):
-                while process.stdout.readline().strip() != "tick":
-                    assert process.poll() is None
-            process.send_signal(signal.SIGKILL)
-        assert process.returncode == -signal.SIGKILL
-    assert load_checkpoint(tmp_path / "run.pt")["status"] == "running"
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    fit(config, blobs, 2, checkpoint=tmp_path / "whole.pt")
-    saved = [without_times(load_checkpoint(tmp_path / f"{name}.pt")) for name in ("run", "whole")]
-    assert same(*saved)
-
-
 def test_a_finished_run_is_read_not_trained_again(blobs, tmp_path):
     path = tmp_path / "run.pt"
     first = fit(small(), blobs, 2, checkpoint=path)
@@ -205,40 +168,6 @@ def test_a_checkpoint_of_another_run_is_named_not_loaded(blobs, tmp_path):
         fit(small(lr=0.5), blobs, 2, checkpoint=path)
     with pytest.raises(CheckpointError, match="another configuration"):
         fit(small(), blobs, 2, checkpoint=path, data_id="other data")
-
-
-def test_a_truncated_or_hostile_checkpoint_is_refused(blobs, tmp_path):
-    path = tmp_path / "run.pt"
-    fit(small(), blobs, 2, checkpoint=path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        fit(small(), blobs, 2, checkpoint=path)
-
-    class Hostile:
-        def __reduce__(self):
-            return Path.touch, (tmp_path / "owned",)
-
-    torch.save({"hash": Hostile()}, path)
-    with pytest.raises(CheckpointError):
-        fit(small(), blobs, 2, checkpoint=path)
-    assert not (tmp_path / "owned").exists()
-
-
-def test_a_failed_write_leaves_the_old_checkpoint_whole(blobs, tmp_path, monkeypatch):
-    path = tmp_path / "run.pt"
-    fit(small(), blobs, 2, checkpoint=path)
-    before = path.read_bytes()
-
-    def full_disk(state, file):
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        fit(small(), blobs, 2, checkpoint=path, force=True)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_fixed_proposals_replace_the_sampler(blobs):
