@@ -133,12 +133,14 @@ def kill_and_compare(tmp_path: Path, n: int) -> int:
         n_runs += 1
         folder = tmp_path / f"run {n_runs}"
         while kills < n:
-            process, how = started(folder), rng.choice([signal.SIGKILL, signal.SIGTERM])
+            begun, how = time.perf_counter(), rng.choice([signal.SIGKILL, signal.SIGTERM])
+            process = started(folder)
             process.join(rng.uniform(0, takes))  # the first moments, an iteration, a write: wherever it is then
             process.kill() if how == signal.SIGKILL else process.terminate()
             process.join()
             if process.exitcode != -how:
-                break  # it had ended
+                takes = min(takes, time.perf_counter() - begun)  # it had ended: the machine is less busy now
+                break
             kills += 1
         finish(folder)
         resumed, whole = outcome(folder), outcome(tmp_path / "whole")
