@@ -177,6 +177,9 @@ def _noise(x: Tensor, generator: torch.Generator, i: int, n: int) -> Tensor:
     return whole.normal_(generator=generator)[i * len(x) : (i + 1) * len(x)]
 
 
+_NO_NOISE = 1e-12  # standard deviation of noise that moves nothing in 32 bits, and whose square divides badly
+
+
 class _Transition(NamedTuple):
     """The start of a Langevin move, kept for one step to judge the move once its end has been evaluated."""
 
@@ -189,7 +192,7 @@ class _Transition(NamedTuple):
     def acceptance(self, x: Tensor, energy: Tensor, drift: Tensor) -> Tensor:
         """Mean Metropolis-Hastings acceptance of the move self.x -> x, for the target exp(-E alpha / sigma^2)."""
         dims = tuple(range(1, x.dim()))
-        if self.sigma == 0:  # no noise, no reverse move: a Metropolis test would take descents only
+        if self.sigma <= _NO_NOISE:  # no noise, no reverse move: a Metropolis test would take descents only
             return (energy <= self.energy).float().mean()
         scale = 1 / (2 * self.sigma**2)
         forward = (x - self.x).sub_(self.drift).square_().sum(dims) * scale

@@ -23,5 +23,5 @@ def smoke(tmp_path_factory):
     except data.DataError as error:
         pytest.skip(f"data not to be had: {error}")
     out = tmp_path_factory.mktemp("chain") / "smoke"
-    assert study.run("smoke", out=out) == 0
+    assert study.run("smoke", out=out, force=True) == 0
     return out

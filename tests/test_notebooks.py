@@ -84,6 +84,6 @@ def test_the_same_command_twice_gives_the_same_bytes(smoke, tmp_path):
     first, second = artefacts(before), artefacts(smoke)
     assert first.keys() == second.keys()
     assert [name for name in first if first[name] != second[name]] == []
-    report = compare.compare(before, smoke)
+    report = compare.compare(before, smoke)  # nbdiff of the executed copies, too
     assert report.agree, report.differences
     assert all(f"{path.stem}" in report.compared for path in NOTEBOOKS), "equal to the last digit"

@@ -40,9 +40,10 @@ def linked(folder: Path, name: str = "MNIST") -> Path:
 
 
 def nothing_whole(out: Path) -> bool:
-    """Whether a failed run left no table, figure or report, and an index that says so."""
-    left = [path for kind in ("tables/*.csv", "figures/*", "reports/*", "runs/*") for path in out.glob(kind)]
-    return not left and "FAILED" in (out / "index.html").read_text()
+    """Whether a failed run left no table or figure, and an index and pages that say so."""
+    left = [path for kind in ("tables/*.csv", "figures/*", "runs/*") for path in out.glob(kind)]
+    pages = [path.read_text() for path in out.glob("reports/*.html")]
+    return not left and all("<title>FAILED" in page for page in pages) and "FAILED" in (out / "index.html").read_text()
 
 
 # --- MNIST --------------------------------------------------------------------------------------------------

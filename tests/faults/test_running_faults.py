@@ -59,9 +59,9 @@ def test_a_kernel_that_dies_or_runs_out_of_memory(copy, tmp_path, gets, fault, c
     program.with_notebooks(copy, _01_first=[cell, "1"], _02_second=["1"])
     done = program.study(copy, "--out", str(tmp_path / "out"))
     assert done.code == 1 and sentence in done.sentence and "memory" in done.sentence and "Traceback" not in done.err
-    assert "<td>01_first</td><td>FAILED</td>" in states(tmp_path / "out")
-    assert "<td>02_second</td><td>not run</td>" in states(tmp_path / "out")
-    assert not list(tmp_path.glob("out/reports/*"))
+    assert f"FAILED: {sentence}" in states(tmp_path / "out")
+    assert "02_second ok" in states(tmp_path / "out"), "it does not need the first one"
+    assert "<title>FAILED: 01_first" in (tmp_path / "out" / "reports" / "01_first.html").read_text()
     gets(fault, done.sentence, done.code)
 
 
@@ -88,9 +88,12 @@ def test_a_stopped_run_leaves_no_kernel_and_is_finished_later(copy, tmp_path, ge
     done = program.end(process)
     assert done.code == code, done
     assert gone(kernel), "a kernel goes on by itself"
-    assert not list(out.glob("reports/*"))
+    pages = [path.read_text() for path in out.glob("reports/*")]
+    assert all("<title>FAILED: 01_first" in page for page in pages), "nothing looks whole"
     assert [path.name for path in out.glob("notebooks/*")] == ["01_first.unfinished.ipynb"]
-    said = done.sentence or "nothing, as nothing can; the index says FAILED"
+    ended = "not finished: running, or killed" if how == signal.SIGKILL else "FAILED: it was interrupted"
+    assert ended in states(out)
+    said = done.sentence or f"nothing, as nothing can; the index says {ended!r}"
     if how != signal.SIGKILL:
         assert "01_first FAILED" in done.sentence and "interrupted" in done.sentence and "Traceback" not in done.err
     program.with_notebooks(copy, _01_first=["1"], _02_second=["1"])
