@@ -27,6 +27,7 @@ from jemlib import headlines
 from jemlib.results import Store, write_atomic
 
 TEMPLATES = Path(__file__).parent / "templates"
+UNFINISHED = "not finished: running, or killed"
 
 
 # --- one notebook -------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ def entry(root: Path, source: Path) -> Entry:
     if run.get("failure"):
         found.status, found.bad = f"FAILED: {run['failure']}", True
     elif path is part:
-        found.status, found.bad = "not finished: running, or killed", True
+        found.status, found.bad = UNFINISHED, True
     else:
         found.status = f"ok; {facts['runs']}" if facts["runs"] else "ok"
     times = [f"{found.seconds:.0f} s" if found.seconds else "", found.started and f"started {found.started} UTC"]
@@ -220,12 +221,12 @@ def _times(root: Path, stem: str, manifest: dict[str, Any]) -> str:
     return "" if rows.empty else rows.to_html(index=False, border=0, na_rep="", float_format="{:.4g}".format)
 
 
-def write_index(root: Path, sources: list[Path], profile: str, not_run: dict[str, str] | None = None) -> None:
-    """index.html of a results folder. not_run: stem -> why it was left out of this run."""
+def write_index(root: Path, sources: list[Path], profile: str, said: dict[str, str]) -> None:
+    """index.html of a results folder. said: stem -> status of what has left nothing to read its status from."""
     found = [entry(root, source) for source in sources]
     for one in found:
-        if one.stem in (not_run or {}):
-            one.status, one.bad = f"not run: {not_run[one.stem]}", True
+        if one.stem in said:
+            one.status, one.bad = said[one.stem], True
     run = [one for one in found if one.about]
     last = run[-1].about if run else {}
     seeds = {seed for one in run for seed in _data_and_runs(root, one.about)["seeds"].split(", ") if seed}

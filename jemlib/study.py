@@ -105,11 +105,11 @@ def _run_all(plan: dict[str, dict[str, Any]], folder: Path, root: Path, profile:
         for number, (stem, given) in enumerate(plan.items(), 1):
             broken = [other for other in needs[stem] if other in failed or other in not_run]
             if interrupted or broken:
-                not_run[stem] = f"it needs {', '.join(broken)}" if broken else "the run was interrupted"
-                told.say(f"[{number}/{len(plan)}] {stem} not run: {not_run[stem]}", failure=True)
+                not_run[stem] = f"not run: it needs {', '.join(broken)}" if broken else "not run: interrupted before"
+                told.say(f"[{number}/{len(plan)}] {stem} {not_run[stem]}", failure=True)
                 continue
             told.at_notebook(stem)
-            reports.write_index(root, sources, profile, not_run)
+            reports.write_index(root, sources, profile, not_run | {stem: reports.UNFINISHED})
             start = time.perf_counter()
             about = {"profile": profile, "command": f"{command} --only {_only(stem, needs)}", **git_state()}
             try:

@@ -93,9 +93,11 @@ def test_a_stopped_run_leaves_no_kernel_and_is_finished_later(copy, tmp_path, ge
     assert [path.name for path in out.glob("notebooks/*")] == ["01_first.unfinished.ipynb"]
     ended = "not finished: running, or killed" if how == signal.SIGKILL else "FAILED: it was interrupted"
     assert ended in states(out)
-    said = done.sentence or f"nothing, as nothing can; the index says {ended!r}"
+    told = [line for line in done.err.splitlines() if "FAILED" in line]
+    said = told[0] if told else f"nothing, as nothing can; the index says {ended!r}"
     if how != signal.SIGKILL:
-        assert "01_first FAILED" in done.sentence and "interrupted" in done.sentence and "Traceback" not in done.err
+        assert "01_first FAILED" in done.err and "it was interrupted" in done.err and "Traceback" not in done.err
+        assert done.sentence.endswith("02_second not run: interrupted before")
     program.with_notebooks(copy, _01_first=["1"], _02_second=["1"])
     again = program.study(copy, "--out", str(out))
     assert again.code == 0, again.err
