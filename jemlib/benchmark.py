@@ -155,7 +155,7 @@ def compare(name: str, case: Case, what: str, wanted: str, device: torch.device)
         rows.append([seconds[plain], seconds[ours], matmul_peak(dtype, run.device)])
     median = [statistics.median(column) for column in zip(*rows, strict=True)]
     return {
-        "network": name, "what": what, "batch": case.batch, "n_steps": case.n_steps,
+        "network": name, "what": what, "batch": case.batch, "n_steps": steps,
         "precision": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
         "plain_ms": 1e3 * median[0] / calls, "ours_ms": 1e3 * median[1] / calls,
         "ratio": statistics.median(plain / ours for plain, ours, _ in rows),

@@ -21,6 +21,8 @@ from typing import NamedTuple
 from filelock import FileLock
 from torch import Tensor
 
+from jemlib.progress import tell
+
 _REPO = Path(__file__).resolve().parents[1]
 _TIMEOUT_S = 30  #: without an answer for so long a download source is given up
 
@@ -173,7 +175,7 @@ def _fetch(name: str, target: Path) -> None:
     failures = []
     with tempfile.TemporaryDirectory(dir=target, prefix=f".{name}-") as aside:
         for number, (source, fetch) in enumerate(sources.items()):
-            print(f"fetching {name} once: {source} ...", flush=True)
+            tell(f"fetching {name} once: {source} ...")
             try:
                 folder = Path(aside) / str(number)
                 folder.mkdir()
@@ -242,7 +244,7 @@ def torchvision_root(kind: str, kept: str, data_dir: str | Path = "", **options:
             return target
         if failed.exists() and time.time() - failed.stat().st_mtime < 3600:
             raise DataError(f"{kind} could not be fetched within the last hour; remove {failed} to try again at once")
-        print(f"fetching {kind} once: torchvision's download ...", flush=True)
+        tell(f"fetching {kind} once: torchvision's download ...")
         # a process of its own, since torchvision offers neither a time-out nor a way to stop
         code = (
             f"import socket, sys; socket.setdefaulttimeout({_TIMEOUT_S}); from torchvision import datasets; "

@@ -68,11 +68,23 @@ def run(jobs: Sequence[Job], scheduler: str | None, workers: int) -> None:
                 if error is None:
                     record = future.result()
                 else:  # not the cell raised but what runs it: its workers died, or the scheduler went away
-                    record = _write_record(futures[future], f"{type(error).__name__}: {error}", 0.0)
+                    record = _given_up(futures[future], f"{type(error).__name__}: {error}")
                 if record["status"] != "done":
                     bar.write(f"{record['cell']} raised: {record['error']}", file=sys.stderr)
                 future.release()
                 bar.update()
+
+
+def _given_up(job: Job, error: str) -> dict[str, Any]:
+    """The record of a cell whose worker was lost to us, unless it did finish."""
+    from filelock import FileLock
+
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(job.folder / ".lock"):
+        path = job.folder / "cell.json"
+        if path.is_file() and (old := json.loads(path.read_text()))["status"] == "done":
+            return old
+        return _write_record(job, error, 0.0)
 
 
 @contextlib.contextmanager

@@ -63,13 +63,15 @@ def _about(folder: Path, table: pd.DataFrame) -> str:
     """Where a table's runs come from: data, network, budget, commit and machine, off the records they name."""
     if "run" not in table:
         return ""
-    path = folder / "runs" / f"{table['run'].iloc[-1]}.json"
+    named = table[table["method"] != "oracle"] if "method" in table else table  # which samples nothing
+    path = folder / "runs" / f"{named['run'].iloc[-1]}.json"
     if not path.is_file():
         return "the run records are missing"
     record = json.loads(path.read_text())
     config, commit = record["config"], (record["commit"] or "unknown")[:10]
     threads = f"{record['threads']} CPU thread{'s' if record['threads'] > 1 else ''}"
-    budget = f"{config['n_iterations']} iterations of {config['batch_size']} images and {config['n_steps']} SGLD steps"
+    each = f"{config['batch_size']} {'points' if config['network'] == 'mlp' else 'images'}"
+    budget = f"{config['n_iterations']} iterations of {each} and {config['n_steps']} SGLD steps"
     where = f"commit {commit}{', changed' if record['dirty'] else ''}, {threads}, {record['cpu']}"
     return f"{record['data']['source']}, {config['network']} of width {config['width']}, {budget} ({where})"
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from jemlib.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
 from jemlib.data import DataError, Labelled, cache_dir, writable
+from jemlib.progress import tell
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _FORMAT = 1  # of the cache; another decoding or order needs another number
@@ -57,7 +58,7 @@ def decoded_images(source: Path, size: int) -> Decoded:
             state = load_checkpoint(path, mmap=True) if path.exists() else {}
             if state.get("key") == key:
                 return _from_state(state)
-        print(f"decoding the images of {source.name} once ...", flush=True)
+        tell(f"decoding the images of {source.name} once ...")
         decoded = _decode_all(source, size)
         test = decoded.test or Labelled(None, None)
         state = decoded._asdict() | {"train": tuple(decoded.train), "test": tuple(test), "key": key}

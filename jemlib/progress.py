@@ -21,6 +21,12 @@ def a_person_watches() -> bool:
     return sys.stderr.isatty() or "JPY_SESSION_NAME" in os.environ
 
 
+def tell(sentence: str) -> None:
+    """Say why one waits, to a person who does; an executed copy must not depend on what was done before it."""
+    if a_person_watches():
+        print(sentence, flush=True)
+
+
 class Progress:
     """Shows the steps of one run. The plain lines hold no times, so that two equal runs print the same."""
 

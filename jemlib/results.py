@@ -183,12 +183,14 @@ class Store:
         write_atomic(self.dir / "artefacts" / f"{self.notebook}.json", _json(content))
 
     def _register(self, kind: str, name: str, about: Mapping[str, Any]) -> None:
-        content = self.manifest()
-        self._write_manifest(content | {kind: content.get(kind, {}) | {name: dict(about)}})
+        with FileLock(self.dir / ".artefacts.lock"):  # several processes of one run write the same
+            content = self.manifest()
+            self._write_manifest(content | {kind: content.get(kind, {}) | {name: dict(about)}})
 
     def headline(self, sentence: str, thumbnail: str) -> str:
         """What the index says of this notebook, in one measured sentence, and which figure it shows beside it."""
-        self._write_manifest(self.manifest() | {"headline": sentence, "thumbnail": self._figure_name(thumbnail)})
+        with FileLock(self.dir / ".artefacts.lock"):
+            self._write_manifest(self.manifest() | {"headline": sentence, "thumbnail": self._figure_name(thumbnail)})
         return sentence
 
     def files(self) -> list[Path]:

@@ -121,7 +121,8 @@ def beside_published(results: pd.DataFrame) -> pd.DataFrame:
     published["value"] = published["value"].astype(object).where(published["value"].notna(), "not available")
     rows = []
     for row in results.to_dict("records"):
-        about = f"{row['steps']} iterations, {row['status']}; not comparable with the networks and budgets below"
+        end = row["status"].split()[0]
+        about = f"{row['steps']} iterations, {end}; not comparable with the networks and budgets below"
         rows.append({
             "dataset": row["data_source"], "model": f"{row['network']} {row['method']}, seed {row['seed']}",
             "metric": "accuracy", "value": round(100 * row["accuracy"], 2), "source": "this run", "note": about,

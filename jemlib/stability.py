@@ -89,7 +89,8 @@ def read(path: str | Path) -> tuple[pd.DataFrame, int]:
     if missing := [name for name in needed if name not in rows]:
         raise ValueError(f"{path} is no sweep of the toy cell: it has no column {', '.join(missing)}")
     without = rows["status"].isin(sweep.STATUSES_WITHOUT_RESULT)
-    rows = rows[~without].astype({"n_steps": int, "seed": int})
+    # the records and cells are those of the sweep's folder
+    rows = rows[~without].astype({"n_steps": int, "seed": int}).drop(columns=["run", "cell"], errors="ignore")
     return rows.reset_index(drop=True), int(without.sum())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import subprocess
@@ -126,7 +127,7 @@ def _run_all(plan: dict[str, dict[str, Any]], folder: Path, root: Path, profile:
             else:
                 Store(root, stem).timing({"what": f"notebook {stem}", "seconds": about["seconds"]})
                 told.say(f"[{number}/{len(plan)}] {stem} ok, {about['seconds']:.0f} s")
-            _finish(root, stem, about, failure)
+            _finish(root, stem, about, failure, given)
     reports.write_index(root, sources, profile, not_run)
     print(_summary(root, plan, failed, not_run), flush=True)
     return 130 if interrupted else int(bool(failed))
@@ -195,8 +196,11 @@ def _unfinished(root: Path, stem: str) -> Path:
     return root / "notebooks" / f"{stem}.unfinished.ipynb"
 
 
-def _finish(root: Path, stem: str, about: dict[str, Any], failure: str | None) -> None:
-    """Write the page of an executed notebook, and its copy under the final name where it did not fail."""
+def _finish(root: Path, stem: str, about: dict[str, Any], failure: str | None, given: dict[str, Any]) -> None:
+    """Write the page of an executed notebook, and its copy under the final name where it did not fail.
+
+    A whole copy names no folder of this machine: what was given as an absolute path reads <results_dir>, <data_dir>.
+    """
     import nbformat
 
     from jemlib import reports
@@ -208,12 +212,15 @@ def _finish(root: Path, stem: str, about: dict[str, Any], failure: str | None) -
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(f"# {stem}")])
     notebook.metadata["jemlib"] = about | ({"failure": failure} if failure else {})
     notebook.metadata.setdefault("papermill", {}).update(input_path=f"{stem}.ipynb", output_path=f"{stem}.ipynb")
-    reports.write_page(root, notebook, stem)
-    content = nbformat.writes(notebook).encode()
+    content = nbformat.writes(notebook)
+    for name in () if failure else ("results_dir", "data_dir"):
+        if os.path.isabs(path := given.get(name, "")):
+            content = content.replace(json.dumps(path, ensure_ascii=False)[1:-1], f"<{name}>")
+    reports.write_page(root, nbformat.reads(content, as_version=4), stem)
     if failure:
-        write_atomic(unfinished, content)
+        write_atomic(unfinished, content.encode())
     else:
-        write_atomic(root / "notebooks" / f"{stem}.ipynb", content)
+        write_atomic(root / "notebooks" / f"{stem}.ipynb", content.encode())
         unfinished.unlink()
 
 

@@ -65,11 +65,12 @@ class ToyRun(NamedTuple):
     result: FitResult
     reference: Reference
     scores: dict[str, float]
+    run: str  #: its record
 
     def row(self) -> dict[str, Any]:
         """Its row in a table of methods."""
         first = {"dataset": self.dataset, "method": self.method, "seed": self.seed}
-        return first | self.scores | {"status": self.result.status}
+        return first | self.scores | {"status": self.result.status, "run": self.run}
 
     def density(self) -> Tensor:
         """The model's p(x) on the reference's grid, (S,)."""
@@ -138,7 +139,7 @@ def sweep(
     for (dataset, method, exact_for), (name, result) in zip(scored, train_all(store, tasks, **options), strict=True):
         scores = exact_for.score(result.model)
         runs.add_metrics(store, name, scores)
-        found.append(ToyRun(dataset, method, result.config.seed, result, exact_for, scores))
+        found.append(ToyRun(dataset, method, result.config.seed, result, exact_for, scores, name))
     return found
 
 

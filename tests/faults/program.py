@@ -99,7 +99,7 @@ def study(root: Path, *arguments: str, **options) -> Done:
 
 def train(root: Path, folder: Path, **settings) -> Done:
     """The training script beside this file, in a process of its own, with its settings as JSON."""
-    return run(root, *training(folder, **settings), **{})
+    return run(root, *training(folder, **settings))
 
 
 def training(folder: Path, **settings) -> tuple[str, ...]:

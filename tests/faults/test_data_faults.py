@@ -140,7 +140,7 @@ def registry():
 def test_two_runs_that_fetch_at_once_fetch_once(copy, tmp_path, gets, registry):
     address, asked = registry
     environment = CLOSED | {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1", "npm_config_registry": address}
-    environment |= {"npm_config_cache": str(tmp_path / "npm")}
+    environment |= {"npm_config_cache": str(tmp_path / "npm"), "JEMLIB_PROGRESS": "bar"}  # a person waits
     both = [program.start(copy, "-c", LOAD, env=environment) for _ in range(2)]
     ended = [program.end(process) for process in both]
     assert [done.code for done in ended] == [0, 0], ended
