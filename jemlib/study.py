@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -196,6 +197,18 @@ def _unfinished(root: Path, stem: str) -> Path:
     return root / "notebooks" / f"{stem}.unfinished.ipynb"
 
 
+def without_chance(notebook: Any) -> Any:
+    """The notebook with outputs that say the same in every equal run: no addresses, no random ids of styled tables."""
+    for i, cell in enumerate(notebook.cells):
+        for j, output in enumerate(cell.get("outputs", [])):
+            data = output.get("data", {})
+            if "text/plain" in data:
+                data["text/plain"] = re.sub(r" at 0x[0-9a-f]+", "", data["text/plain"])
+            if "text/html" in data:
+                data["text/html"] = re.sub(r"\bT_[0-9a-f]{5}(?=[_\W])", f"T_{i}_{j}", data["text/html"])
+    return notebook
+
+
 def _finish(root: Path, stem: str, about: dict[str, Any], failure: str | None, given: dict[str, Any]) -> None:
     """Write the page of an executed notebook, and its copy under the final name where it did not fail.
 
@@ -212,7 +225,7 @@ def _finish(root: Path, stem: str, about: dict[str, Any], failure: str | None, g
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(f"# {stem}")])
     notebook.metadata["jemlib"] = about | ({"failure": failure} if failure else {})
     notebook.metadata.setdefault("papermill", {}).update(input_path=f"{stem}.ipynb", output_path=f"{stem}.ipynb")
-    content = nbformat.writes(notebook)
+    content = nbformat.writes(without_chance(notebook))
     for name in () if failure else ("results_dir", "data_dir"):
         if os.path.isabs(path := given.get(name, "")):
             content = content.replace(json.dumps(path, ensure_ascii=False)[1:-1], f"<{name}>")

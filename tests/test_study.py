@@ -211,6 +211,19 @@ def test_a_run_leaves_copies_reports_index_and_times(folder, tmp_path, capfd):
     assert "not run: it needs 01_first" in index
 
 
+def test_executed_copies_hold_nothing_that_chance_decides(folder, tmp_path):
+    table = "import pandas as pd\npd.DataFrame({'x': [1.0]}).style.highlight_max(props='color: red')"
+    write_notebook(folder / "01_first.ipynb", [DECLARATIONS, CONFIG, table, table.split("\n")[1], "object()"])
+    copies = []
+    for name in ("one", "two"):
+        assert study.run(only="01", out=tmp_path / name, notebooks=folder) == 0
+        cells = nbformat.read(tmp_path / name / "notebooks" / "01_first.ipynb", as_version=4).cells
+        copies.append([output.data for cell in cells[3:] for output in cell.outputs])
+    assert copies[0] == copies[1]
+    first, second = (data["text/html"] for data in copies[0][:2])
+    assert "color: red" in first and "T_3_0_row0_col0" in first and "T_3_0" not in second, "ids differ within a page"
+
+
 def test_a_file_that_has_gone_is_named_before_the_notebook_that_needs_it(folder, tmp_path, capfd):
     """What 02 wrote and 03 needs is deleted between the two."""
     store = "from jemlib.results import Store\nimport pandas as pd\n"
