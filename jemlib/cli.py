@@ -114,7 +114,7 @@ def compare(expected: Path, found: Path) -> None:
 @click.option("--precision", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; torch's default without it.")
 @click.option("--growth/--no-growth", default=True, help="Also how times grow with batch, steps, width and threads.")
-@click.option("--savings", is_flag=True, help="Also train with fewer steps and other starts (MNIST, half an hour).")
+@click.option("--savings", is_flag=True, help="Also train with fewer steps and other starts on MNIST.")
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the data sets, for --savings.")
 @click.option("--out", type=click.Path(path_type=Path), default="results/benchmark", show_default=True)
 def benchmark(

@@ -11,7 +11,7 @@ class Conv2d(nn.Conv2d):
     """torch's convolution. On a CPU, with channels_last and frozen weights, its input gradient is found otherwise.
 
     At stride 1 that gradient is the convolution of dL/dy with the kernel turned by 180 degrees and its channels
-    swapped: oneDNN's forward kernels are a tenth to a fifth faster than those for the input gradient, and round alike.
+    swapped: oneDNN has faster kernels for it than for the input gradient, and they round alike.
     At any stride the input itself is not kept, which only a gradient of the weights would need.
     """
 
