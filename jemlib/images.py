@@ -12,6 +12,7 @@ from torch import Tensor
 from jemlib import patches
 from jemlib.data import DataError, Dataset, Labelled, data_places, split, to_range, torchvision_root
 from jemlib.image_files import Decoded, decoded_images
+from jemlib.progress import tell
 from jemlib.results import repo_root
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -40,7 +41,8 @@ def cifar10(data_dir: str | Path = "", *, n_train: int = 0, n_val: int = 5000, n
     try:
         root = torchvision_root("CIFAR10", "cifar-10-batches-py", data_dir)
     except DataError as error:
-        print(f"no CIFAR-10: {error}. Going on with the {STAND_IN}.", flush=True)
+        tell(f"no CIFAR-10: {error}")
+        print(f"CIFAR-10 is neither here nor to be downloaded. Going on with the {STAND_IN}.", flush=True)
         return _stand_in(n_train or 20_000, n_val, n_test or 5_000)
     return _dataset("CIFAR10", "CIFAR-10", _torchvision(root), n_train, n_val, n_test)
 

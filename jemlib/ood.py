@@ -15,16 +15,16 @@ from torch.nn import functional as F
 from jemlib import images
 from jemlib.data import DataError, Dataset, mnist, to_range, torchvision_root
 from jemlib.patches import photo_patches
+from jemlib.progress import tell
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, what PIL's conversion to grey uses
 
 
 @dataclass(frozen=True)
 class NotAvailable:
-    """An OOD set that cannot be had; `reason` is the same on every run, `detail` is for the reader of a log."""
+    """An OOD set that cannot be had; `reason` is the same on every run."""
 
     reason: str
-    detail: str = ""
 
 
 #: from (in-distribution set, n, generator, data folder) to bytes (N >= 1, C, H, W), or a reason why there are none
@@ -90,7 +90,8 @@ def _idx(name: str, _: Dataset, n: int, generator: torch.Generator, data_dir: st
     try:
         return _bytes(_draw(mnist(data_dir, name=name, n_train=1).test.x, n, generator))
     except DataError as error:
-        return NotAvailable(f"{name} is neither here nor to be downloaded", str(error))
+        tell(f"no {name}: {error}")
+        return NotAvailable(f"{name} is neither here nor to be downloaded")
 
 
 def _cifar10(_: Dataset, n: int, generator: torch.Generator, data_dir: str | Path) -> Tensor | NotAvailable:
@@ -108,11 +109,13 @@ def _torchvision(
     try:
         root = torchvision_root(name, kept, data_dir, **options)
     except DataError as error:
-        return NotAvailable(f"{name} is neither here nor to be downloaded", str(error))
+        tell(f"no {name}: {error}")
+        return NotAvailable(f"{name} is neither here nor to be downloaded")
     try:
         x = torch.as_tensor(getattr(datasets, name)(str(root), **(options or {"train": False})).data)
     except RuntimeError as error:  # torchvision's checksums
-        return NotAvailable(f"the files of {name} are damaged or not whole", str(error))
+        tell(f"{name}: {error}")
+        return NotAvailable(f"the files of {name} are damaged or not whole")
     return _draw(x if x.shape[1] == 3 else x.permute(0, 3, 1, 2), n, generator)
 
 

@@ -21,6 +21,12 @@ from jemlib.results import repo_root
 _FOREIGN = ("JEMLIB_DATA", "JEMLIB_PROGRESS", "VIRTUAL_ENV", "CONDA_PREFIX", "JUPYTER_PATH", "JPY_SESSION_NAME")
 PARAMETERS = 'results_dir: str = "results/quick"  # where'
 START = "from jemlib import study\nconfig = study.parameters(globals())"
+#: a cell that leaves a file: the executed copy itself names no folder of this machine
+LEAVE = (
+    "import json, pathlib, jemlib\n"
+    "where = {'results_dir': results_dir, 'jemlib': jemlib.__file__}\n"
+    "pathlib.Path(results_dir, 'left.json').write_text(json.dumps(where), encoding='utf-8')"
+)
 
 
 class Done(NamedTuple):

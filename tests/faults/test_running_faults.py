@@ -120,13 +120,14 @@ def test_two_runs_into_one_folder(copy, tmp_path, gets):
 
 @pytest.mark.timeout(600)
 def test_twelve_kernels_at_once(copy, tmp_path, gets):
-    program.with_notebooks(copy, _01_first=["import time\ntime.sleep(3)", "print(results_dir)"])
+    program.with_notebooks(copy, _01_first=["import time\ntime.sleep(3)", program.LEAVE])
     folders = [tmp_path / f"out {i}" for i in range(12)]
     running = [program.start(copy, "-P", "-m", "jemlib", "run", "--out", str(folder)) for folder in folders]
     ended = [program.end(process, 500) for process in running]
     assert [done.code for done in ended] == [0] * 12, [done.err for done in ended]
     for folder in folders:
-        assert str(folder) in (folder / "notebooks" / "01_first.ipynb").read_text(), "each its own output"
+        assert (folder / "notebooks" / "01_first.ipynb").is_file()
+        assert json.loads((folder / "left.json").read_text())["results_dir"] == str(folder), "each its own output"
     gets("twelve kernels at once", "twelve whole runs, each with its own output", 0)
 
 
@@ -144,13 +145,13 @@ def test_two_notebooks_that_add_to_one_record(tmp_path, gets):
 
 def test_any_working_folder_and_odd_names(copy, tmp_path, gets):
     """The copy lies in "jem lib é"; the working folder and the results have a space, quotes and Chinese letters."""
-    program.with_notebooks(copy, _01_first=["import jemlib\nprint(jemlib.__file__)", "print(results_dir)"])
+    program.with_notebooks(copy, _01_first=[program.LEAVE])
     where = tmp_path / "a 'folder' 数据"
     where.mkdir()
     done = program.study(copy, "--out", "out ü", cwd=where, env={"LC_ALL": "C"})
     assert done.code == 0, done.err
-    text = "".join(json.loads((where / "out ü" / "notebooks" / "01_first.ipynb").read_text(encoding="utf-8")).__str__())
-    assert str(copy / "jemlib") in text and "out ü" in text
+    left = json.loads((where / "out ü" / "left.json").read_text(encoding="utf-8"))
+    assert left == {"results_dir": str(where / "out ü"), "jemlib": str(copy / "jemlib" / "__init__.py")}
     assert (where / "out ü" / "reports" / "01_first.html").is_file() and os.listdir(where) == ["out ü"]
     gets("any working folder; spaces, quotes, é and 数据 in paths; LC_ALL=C", "a whole run", done.code)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
@@ -106,7 +107,7 @@ def test_reading_a_notebook_runs_nothing_of_it(copy, tmp_path, gets):
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_arguments_reach_no_shell(copy, tmp_path, gets):
-    program.with_notebooks(copy, _01_first=["print(results_dir)"])
+    program.with_notebooks(copy, _01_first=[program.LEAVE])
     (copy / "environment.yml").write_text(f"- python=3.11\n- papermill=={version('papermill')}\n")
     environment = {**os.environ, "VIRTUAL_ENV": str(Path(sys.executable).parent.parent), "OMP_NUM_THREADS": "1"}
     where = tmp_path / "where"
@@ -117,8 +118,8 @@ def test_arguments_reach_no_shell(copy, tmp_path, gets):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [path.name for path in where.iterdir()] == [SHELL], "the name of the results folder, and nothing else"
-    text = (where / SHELL / "notebooks" / "01_first.ipynb").read_text()
-    assert "touch owned" in text and not list(tmp_path.rglob("owned"))
+    left = json.loads((where / SHELL / "left.json").read_text())
+    assert left["results_dir"] == str(where / SHELL) and not list(tmp_path.rglob("owned"))
     gets(f"--out '{SHELL}'", "a folder of that name, no command run", done.returncode)
 
 
