@@ -26,7 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from jemlib import objectives, precision
 from jemlib.config import TrainConfig
 from jemlib.data import Labelled
-from jemlib.results import Store, provenance, repo_root
+from jemlib.provenance import provenance, repo_root
+from jemlib.results import Store
 from jemlib.sampler import frozen
 from jemlib.training import _Run, pick_device
 

@@ -22,8 +22,8 @@ from filelock import FileLock
 from torch import Tensor
 
 from jemlib.progress import tell
+from jemlib.provenance import repo_root
 
-_REPO = Path(__file__).resolve().parents[1]
 _TIMEOUT_S = 30  #: without an answer for so long a download source is given up
 
 #: SHA-256 of the extracted IDX files; torchvision itself accepts a truncated or foreign file without a word
@@ -112,7 +112,7 @@ def to_range(pixels: Tensor) -> Tensor:
 
 def cache_dir() -> Path:
     """The git-ignored folder of the repository that keeps what was fetched or decoded."""
-    return _REPO / ".cache" / "data"
+    return repo_root() / ".cache" / "data"
 
 
 def data_places(data_dir: str | Path = "") -> list[Path]:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
-from jemlib.results import git_state, write_atomic
+from jemlib.provenance import git_state
+from jemlib.results import write_atomic
 from jemlib.study import NOT_STARTED, execute, kernel_environment
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from jemlib import patches
 from jemlib.data import DataError, Dataset, Labelled, data_places, split, to_range, torchvision_root
 from jemlib.image_files import Decoded, decoded_images
 from jemlib.progress import tell
-from jemlib.results import repo_root
+from jemlib.provenance import repo_root
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 STAND_IN = "stand-in: photo patches, not CIFAR-10"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from jemlib import headlines
-from jemlib.results import repo_root, write_atomic
+from jemlib.provenance import repo_root
+from jemlib.results import write_atomic
 
 START = "<!-- results: written by `python -m jemlib readme`, from results/reference -->"
 END = "<!-- end of results -->"

@@ -16,7 +16,8 @@ from jemlib.checkpoints import load_checkpoint
 from jemlib.config import TrainConfig
 from jemlib.data import Dataset, Labelled
 from jemlib.energy import JEM
-from jemlib.results import ResultsError, Store, provenance, repo_root
+from jemlib.provenance import provenance, repo_root
+from jemlib.results import ResultsError, Store
 from jemlib.training import FitResult, build_model, fit, pick_device
 
 

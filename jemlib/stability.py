@@ -16,7 +16,8 @@ from jemlib.config import TrainConfig
 from jemlib.data import Dataset
 from jemlib.exact import Space
 from jemlib.parallel import Task, train_all
-from jemlib.results import Store, repo_root
+from jemlib.provenance import repo_root
+from jemlib.results import Store
 from jemlib.toy import Toy
 from jemlib.training import FitResult
 

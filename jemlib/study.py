@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jemlib.parameters import ParameterError, check_names, coerce, declared_in, parameters
-from jemlib.results import Store, git_state, repo_root, write_atomic
+from jemlib.provenance import git_state, repo_root
+from jemlib.results import Store, write_atomic
 
 __all__ = ["ParameterError", "kernel_environment", "lab", "parameters", "run"]
 

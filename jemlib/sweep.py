@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jemlib.parameters import MISSING, ParameterError, check_names, coerce, declared_in
-from jemlib.results import Store, repo_root, write_atomic
+from jemlib.provenance import repo_root
+from jemlib.results import Store, write_atomic
 
 if TYPE_CHECKING:
     import pandas as pd

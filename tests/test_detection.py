@@ -174,7 +174,7 @@ def test_what_is_missing_is_named(results, monkeypatch):
 
 
 def test_tables(results, monkeypatch, tmp_path):
-    monkeypatch.setattr(data_module, "_REPO", tmp_path)
+    monkeypatch.setattr(data_module, "repo_root", lambda: tmp_path)
     models, _ = trained.read(results, ["cifar10_methods"], n_val=20, n_test=30)
     table, curves = calibration.table(models, n_bins=5)
     columns = ["model", "data_source", "temperature", "accuracy", "nll", "brier", "ece", "ece_adaptive", "n"]

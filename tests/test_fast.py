@@ -15,7 +15,8 @@ from jemlib.data import Labelled
 from jemlib.energy import JEM
 from jemlib.graphs import graphed
 from jemlib.nets import conv_net
-from jemlib.results import Store, repo_root
+from jemlib.provenance import repo_root
+from jemlib.results import Store
 from jemlib.sampler import ReplayBuffer, SGLDHealth, sgld
 from jemlib.toy_runs import dataset, reference
 from jemlib.training import build_model, fit

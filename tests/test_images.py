@@ -21,14 +21,14 @@ from jemlib.image_files import decode
 from jemlib.sampler import sgld
 from jemlib.training import build_model, fit
 
-DATA, REPO = os.environ.get("JEMLIB_DATA", ""), data._REPO
+DATA, REPO = os.environ.get("JEMLIB_DATA", ""), data.repo_root()
 CLASSES = ("apple", "pear", "plum")
 
 
 @pytest.fixture(autouse=True)
 def closed(tmp_path, monkeypatch):
     """A repository cache of the test's own, no data folder of the user's, no network."""
-    monkeypatch.setattr(data, "_REPO", tmp_path / "repository")
+    monkeypatch.setattr(data, "repo_root", lambda: tmp_path / "repository")
     monkeypatch.delenv("JEMLIB_DATA", raising=False)
     monkeypatch.setattr(data.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(OSError("no network")))
 
@@ -115,7 +115,7 @@ def test_images_are_decoded_once_and_again_where_they_changed(own, monkeypatch, 
     monkeypatch.setattr(image_files, "decode", lambda *_: pytest.fail("the cache was not used"))
     assert torch.equal(images.image_folder(own).train.x, first.train.x)
     monkeypatch.undo()
-    monkeypatch.setattr(data, "_REPO", own.parent / "repository")
+    monkeypatch.setattr(data, "repo_root", lambda: own.parent / "repository")
     Image.new("RGB", (32, 32)).save(own / "train" / "pear" / "0000.png")
     changed = images.image_folder(own)
     assert changed.checksum != first.checksum and not torch.equal(changed.train.x, first.train.x)
@@ -252,7 +252,8 @@ def test_torchvisions_files_are_checked(tmp_path):
         images.cifar10(tmp_path / "data")
 
 
-def test_without_cifar_a_stand_in_says_what_it_is(tmp_path, capsys):
+def test_without_cifar_a_stand_in_says_what_it_is(monkeypatch, capsys):
+    monkeypatch.setenv("JPY_SESSION_NAME", "a person watches")  # who is told why, too
     found = images.cifar10(n_train=500, n_val=100, n_test=200)
     assert found.source == "stand-in: photo patches, not CIFAR-10" and found.name == "photo_patches"
     said = capsys.readouterr().out
@@ -261,11 +262,14 @@ def test_without_cifar_a_stand_in_says_what_it_is(tmp_path, capsys):
     assert len(found.classes) == 10 and torch.bincount(found.train.y).tolist() == [50] * 10
     images.cifar10(n_train=500, n_val=100, n_test=200)
     assert "within the last hour" in capsys.readouterr().out, "a failed download is not repeated at once"
+    monkeypatch.delenv("JPY_SESSION_NAME")
+    images.cifar10(n_train=500, n_val=100, n_test=200)
+    assert "hour" not in capsys.readouterr().out, "an executed copy does not depend on what was tried before it"
 
 
 @pytest.mark.skipif(not Path(DATA, "cifar10-images.tar.xz").is_file(), reason="JEMLIB_DATA has no CIFAR-10 archive")
 def test_the_jpeg_copy_is_whole(monkeypatch):
-    monkeypatch.setattr(data, "_REPO", REPO)  # decoding takes a while, so the cache of the repository is used
+    monkeypatch.setattr(data, "repo_root", lambda: REPO)  # its cache: decoding takes a while
     found = images.cifar10(DATA, n_train=1000)
     assert found.source == "CIFAR-10 (JPEG copy)" and found.classes == images.CIFAR10_CLASSES
     assert torch.bincount(found.train.y).tolist() == [100] * 10

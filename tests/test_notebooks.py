@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from jemlib import compare, study
-from jemlib.results import repo_root
+from jemlib.provenance import repo_root
 
 ROOT = repo_root()
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))

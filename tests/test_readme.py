@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from jemlib import readme
-from jemlib.results import repo_root
+from jemlib.provenance import repo_root
 
 ROOT = repo_root()
 

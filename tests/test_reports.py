@@ -12,7 +12,7 @@ from bs4 import BeautifulSoup
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from jemlib import reports
-from jemlib.results import repo_root
+from jemlib.provenance import repo_root
 
 NOTEBOOKS = sorted((repo_root() / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 ABOUT = {"title": "t", "profile": "quick", "summary": "s", "facts": {}, "command": "c", "failure": "", "times": ""}

@@ -15,7 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-from jemlib.results import ResultsError, Store, provenance, repo_root
+from jemlib.provenance import provenance, repo_root
+from jemlib.results import ResultsError, Store
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def test_provenance():
 
 
 def test_provenance_outside_git(monkeypatch, tmp_path):
-    monkeypatch.setattr("jemlib.results.repo_root", lambda: tmp_path)
+    monkeypatch.setattr("jemlib.provenance.repo_root", lambda: tmp_path)
     assert provenance()["commit"] is None
     assert provenance()["dirty"] is None
     assert (repo_root() / "jemlib").is_dir()

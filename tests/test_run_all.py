@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jemlib.results import repo_root
+from jemlib.provenance import repo_root
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 

@@ -20,7 +20,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from jemlib import cli, executor, kernels, stability, study, sweep, toy_runs
 from jemlib.parameters import ParameterError
-from jemlib.results import Store, repo_root
+from jemlib.provenance import repo_root
+from jemlib.results import Store
 
 DECLARATIONS = 'results_dir: str = ""\nmethod: str = "jem"\nlr: float = 1e-2\nn: int = 1\nseed: int = 0\nnap: float = 0'
 BODY = """\

@@ -15,7 +15,7 @@ import nbformat
 import yaml
 from nbformat.v4 import new_code_cell, new_notebook
 
-from jemlib.results import repo_root
+from jemlib.provenance import repo_root
 
 #: a clean start: what the developer's shell says about data, environments and proxies plays no part
 _FOREIGN = ("JEMLIB_DATA", "JEMLIB_PROGRESS", "VIRTUAL_ENV", "CONDA_PREFIX", "JUPYTER_PATH", "JPY_SESSION_NAME")
