@@ -91,6 +91,13 @@ class TrainConfig(BaseModel):
         overrides = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(objectives.method(self.method), **overrides)
 
+    def network_name(self) -> str:
+        """What a table calls the network: WRN-depth-width, conv_net-width[-hidden units], mlp-width-layers."""
+        if self.network == "wide_resnet":
+            return f"WRN-{self.depth}-{self.width}"
+        last = self.depth if self.network == "mlp" else self.features
+        return f"{self.network}-{self.width}" + (f"-{last}" if last else "")
+
     def temperature(self) -> float | None:
         """The temperature that step and noise imply, None for a method without chains."""
         if not self.objective().samples:

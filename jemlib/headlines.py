@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from jemlib.config import TrainConfig
+
 _TABLES = {
     "mnist_methods": ("MNIST", ["accuracy", "nll", "energy_gap", "class_agreement", "frechet"]),
     "cifar10_methods": ("CIFAR-10", ["accuracy", "nll", "energy_gap", "class_agreement", "frechet"]),
@@ -73,7 +75,7 @@ def _about(folder: Path, table: pd.DataFrame) -> str:
     each = f"{config['batch_size']} {'points' if config['network'] == 'mlp' else 'images'}"
     budget = f"{config['n_iterations']} iterations of {each} and {config['n_steps']} SGLD steps"
     where = f"commit {commit}{', changed' if record['dirty'] else ''}, {threads}, {record['cpu']}"
-    return f"{record['data']['source']}, {config['network']} of width {config['width']}, {budget} ({where})"
+    return f"{record['data']['source']}, {TrainConfig(**config).network_name()}, {budget} ({where})"
 
 
 # --- one measured sentence a notebook -----------------------------------------------------------------------

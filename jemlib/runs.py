@@ -106,7 +106,7 @@ def method_table(
     for name, result in trained:
         row, samples = evaluation.assess(result, dataset.test, judge, reference, **options)
         add_metrics(store, name, row)
-        about = {"data_source": dataset.source, "network": f"{result.config.network}-{result.config.width}"}
+        about = {"data_source": dataset.source, "network": result.config.network_name()}
         rows.append(about | row | {"run": name})
         if samples is not None:
             fresh.setdefault(result.config.method, samples)

@@ -62,6 +62,13 @@ def test_every_method_of_the_table_trains(method, blobs):
     assert result.config.temperature() == (None if method == "softmax" else 1.0)
 
 
+def test_tables_name_the_network_by_its_size():
+    sizes = [{}, {"network": "conv_net", "width": 32}, {"network": "conv_net", "width": 32, "features": 256}]
+    sizes.append({"network": "wide_resnet", "depth": 28, "width": 10})
+    names = [small(**size).network_name() for size in sizes]
+    assert names == ["mlp-16-2", "conv_net-32", "conv_net-32-256", "WRN-28-10"]
+
+
 def test_the_classifier_learns(blobs):
     result = fit(small("st_jem", n_iterations=150, lr=0.01), blobs, 2)
     assert (result.model(blobs.x).argmax(1) == blobs.y).float().mean() > 0.95
