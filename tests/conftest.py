@@ -15,6 +15,14 @@ def no_figure_left_open():
     plt.close("all")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of one run of the chain go first and to one worker: they take longest, and share the run."""
+    chain = [item for item in items if "smoke" in item.fixturenames]
+    for item in chain:
+        item.add_marker(pytest.mark.xdist_group("smoke"))
+    items[:] = chain + [item for item in items if item not in chain]
+
+
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory):
     """The results folder of the whole chain under the smoke profile."""

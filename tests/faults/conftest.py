@@ -7,12 +7,8 @@ from pathlib import Path
 import program
 import pytest
 
-ROWS = pytest.StashKey[list[tuple[str, str, str, str]]]()
+ROW = "what a user gets"  # the name under which a test's report carries its rows, from whichever worker ran it
 HERE = Path(__file__).parent
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[ROWS] = []
 
 
 @pytest.fixture
@@ -21,7 +17,7 @@ def gets(request: pytest.FixtureRequest):
 
     def note(fault: str, what: str, code: int | None = None) -> None:
         shown = "-" if code is None else str(code)
-        request.config.stash[ROWS].append((request.node.nodeid, fault, " ".join(what.split()), shown))
+        request.node.user_properties.append((ROW, (fault, " ".join(what.split()), shown)))
 
     return note
 
@@ -32,15 +28,16 @@ def copy(tmp_path: Path) -> Path:
     return program.copy(tmp_path)
 
 
-def pytest_terminal_summary(terminalreporter, exitstatus: int, config: pytest.Config) -> None:
-    stats = terminalreporter.stats
-    here = [r for kind in ("failed", "error") for r in stats.get(kind, []) if HERE.name in Path(r.nodeid).parts]
-    bad = {report.nodeid for report in here}
-    rows = [(*row[1:], "FAILS" if row[0] in bad else "holds") for row in config.stash[ROWS]]
-    noted = {row[0] for row in config.stash[ROWS]}
-    rows += [(nodeid.split("::")[-1], "the test failed, see above", "?", "FAILS") for nodeid in sorted(bad - noted)]
+def pytest_terminal_summary(terminalreporter) -> None:
+    reports = [r for kind in ("passed", "failed", "error") for r in terminalreporter.stats.get(kind, [])]
+    rows = []
+    for report in reports:
+        noted = [row for name, row in report.user_properties if name == ROW] if report.when == "call" else []
+        rows += [(*row, "FAILS" if report.failed else "holds") for row in noted]
+        if report.failed and not noted and HERE.name in Path(report.nodeid).parts:
+            rows.append((report.nodeid.split("::")[-1], "the test failed, see above", "?", "FAILS"))
     if not rows:
         return
     terminalreporter.section("faults: what a user gets")
-    for fault, what, code, holds in [("fault", "what the user gets", "exit", ""), *rows]:
+    for fault, what, code, holds in [("fault", "what the user gets", "exit", ""), *sorted(rows)]:
         terminalreporter.write_line(f"{holds:<6}{code:>5}  {fault:<58.58}  {what:.220}")
