@@ -142,11 +142,6 @@ def summary(rows: pd.DataFrame, quantities: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def joined(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """The rows of all data sets in one table, the columns of the first part first."""
-    return pd.concat(parts, ignore_index=True)
-
-
 def verdict(rows: pd.DataFrame) -> pd.DataFrame:
     """Per data set and arm: runs, how many diverged and in which settings, and its best and worst surviving setting.
 

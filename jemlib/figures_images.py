@@ -95,16 +95,16 @@ def _name(ax: Axes, name: str, endings: Mapping[str, str]) -> None:
 
 
 def learning_curves(histories: Mapping[str, Sequence[pd.DataFrame]], title: str) -> tuple[Figure, str]:
-    """Validation error (share, log scale) and NLL (nats) through training; one line a seed, a colour a method."""
+    """Validation error (per cent, log scale) and NLL (nats) through training; one line a seed, a colour a method."""
     fig, axes = plt.subplots(1, 2, figsize=(10, 3.6))
     for name, runs in histories.items():
         for i, run in enumerate(runs):
             if "val_accuracy" not in run:
                 continue
             run = run.dropna(subset=["val_accuracy"])
-            axes[0].plot(run["step"], 1 - run["val_accuracy"], label=name if i == 0 else None, **line(name))
+            axes[0].plot(run["step"], 100 * (1 - run["val_accuracy"]), label=name if i == 0 else None, **line(name))
             axes[1].plot(run["step"], run["val_nll"], **line(name))
-    for ax, label in zip(axes, ("validation error (share)", "validation NLL (nats)"), strict=True):
+    for ax, label in zip(axes, ("validation error (%)", "validation NLL (nats)"), strict=True):
         ax.set(yscale="log", xlabel="iteration", ylabel=label)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

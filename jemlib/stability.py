@@ -95,11 +95,6 @@ def read(path: str | Path) -> tuple[pd.DataFrame, int]:
     return rows.reset_index(drop=True), int(without.sum())
 
 
-def joined(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """The rows of all data sets in one table, the columns of the first part first."""
-    return pd.concat(parts, ignore_index=True)
-
-
 def counts(rows: pd.DataFrame) -> pd.DataFrame:
     """`sweep.counts` by data set, method and setting, with median KL and accuracy; `panel` names method and lr."""
     found = sweep.counts(rows, ["dataset", "method", *SETTING], ["kl_nats", "accuracy"])
