@@ -10,7 +10,7 @@ Usage: ./run_all.sh [options]        run the notebooks and write results/<profil
        ./run_all.sh lab [args]       open JupyterLab on the notebooks; args go to JupyterLab
        ./run_all.sh exec COMMAND ... any command in the environment, such as papermill or python
 
-  --profile NAME   smoke, quick (default), full or paper
+  --profile NAME   smoke, quick (default), hour, full or paper
   --only 01,02     only these notebooks, by number or name
   --seed N         replaces the seed of every notebook
   --force          train again what is already trained
@@ -48,7 +48,7 @@ check_arguments() {
 check_value() {
   case "$1=$2" in
     --*=) bad_usage "$1 needs a value." ;;
-    --profile=smoke | --profile=quick | --profile=full | --profile=paper) ;;
+    --profile=smoke | --profile=quick | --profile=hour | --profile=full | --profile=paper) ;;
     --profile=*) bad_usage "There is no profile '$2'." ;;
     --seed=*[!0-9]*) bad_usage "--seed must be a whole number >= 0, not '$2'." ;;
   esac

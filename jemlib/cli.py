@@ -11,7 +11,7 @@ import click
 
 import jemlib
 
-PROFILES = ["smoke", "quick", "full", "paper"]
+PROFILES = ["smoke", "quick", "hour", "full", "paper"]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

@@ -33,10 +33,10 @@ def update(readme: Path | None = None, reference: Path | None = None) -> bool:
 
 def render(reference: Path) -> str:
     """Markdown of the headline tables and times of a results folder."""
-    parts = []
-    for table in headlines.tables(reference):
-        parts += [f"**{table.title}**{f': {table.about}' if table.about else ''}"]
-        parts += [_markdown(table.columns, table.rows)]
+    parts = _headlines(reference)
+    longer = reference.with_name(f"{reference.name}_hour")
+    if longer.is_dir():
+        parts += ["With ten times the iterations (profile `hour`):", *_headlines(longer)]
     timing = reference / "tables" / "timing.csv"
     if timing.is_file():
         parts += [_times(pd.read_csv(timing))]
@@ -47,6 +47,14 @@ def render(reference: Path) -> str:
     if savings.is_file():
         parts += [_savings(pd.read_csv(savings))]
     return "\n\n".join(parts)
+
+
+def _headlines(folder: Path) -> list[str]:
+    parts = []
+    for table in headlines.tables(folder):
+        about = f": {table.about}" if table.about else ""
+        parts += [f"**{table.title}**{about}", _markdown(table.columns, table.rows)]
+    return parts
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> str:

@@ -1,6 +1,7 @@
 """The README says what the reference results say, and what it promises exists."""
 
 import re
+import shutil
 
 import pandas as pd
 import pytest
@@ -21,13 +22,16 @@ def test_the_numbers_are_those_of_the_reference_run(tmp_path):
 def test_a_changed_table_changes_the_readme(tmp_path):
     table = {"dataset": ["rings"] * 2, "method": "jem", "seed": [0, 1], "kl_nats": [0.1, 0.3]}
     table |= {"kl_to_optimum": None, "mi_nats": 1.0, "status": ["ok", "diverged at step 9"]}
-    (tmp_path / "tables").mkdir()
-    pd.DataFrame(table).to_csv(tmp_path / "tables" / "toy_methods.csv", index=False)
-    text = readme.render(tmp_path)
+    folder = tmp_path / "reference"
+    (folder / "tables").mkdir(parents=True)
+    pd.DataFrame(table).to_csv(folder / "tables" / "toy_methods.csv", index=False)
+    text = readme.render(folder)
     assert "| rings | jem | 0.100 | – | 1 | 2 | 1 ok, 1 diverged at step 9 |" in text
+    shutil.copytree(folder, tmp_path / "reference_hour")
+    assert readme.render(folder).count("| rings | jem |") == 2 and text in readme.render(folder), "the longer run below"
     with pytest.raises(ValueError, match="lacks the lines"):
         (tmp_path / "README.md").write_text("no markers")
-        readme.update(tmp_path / "README.md", tmp_path)
+        readme.update(tmp_path / "README.md", folder)
 
 
 def test_links_and_pictures_exist():
