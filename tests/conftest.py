@@ -1,5 +1,7 @@
 """Tests use tiny tensors: one thread is faster than several, and results do not depend on the number of cores."""
 
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 import pytest
 import torch
@@ -7,6 +9,8 @@ import torch
 from jemlib import data, study
 
 torch.set_num_threads(1)
+
+ROW = "what a user gets"  # the name under which a report carries a test's rows, from whichever worker ran it
 
 
 @pytest.fixture(autouse=True)
@@ -33,3 +37,30 @@ def smoke(tmp_path_factory):
     out = tmp_path_factory.mktemp("chain") / "smoke"
     assert study.run("smoke", out=out, force=True) == 0
     return out
+
+
+@pytest.fixture
+def gets(request: pytest.FixtureRequest):
+    """Note a row: gets(fault, what the user gets, exit code); no code where nothing is a process of its own."""
+
+    def note(fault: str, what: str, code: int | None = None) -> None:
+        shown = "-" if code is None else str(code)
+        request.node.user_properties.append((ROW, (fault, " ".join(what.split()), shown)))
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """The table of faults at the end of the output: each fault, the exit code, and what a user gets."""
+    reports = [r for kind in ("passed", "failed", "error") for r in terminalreporter.stats.get(kind, [])]
+    rows = []
+    for report in reports:
+        noted = [row for name, row in report.user_properties if name == ROW] if report.when == "call" else []
+        rows += [(*row, "FAILS" if report.failed else "holds") for row in noted]
+        if report.failed and not noted and "faults" in Path(report.nodeid).parts:
+            rows.append((report.nodeid.split("::")[-1], "the test failed, see above", "?", "FAILS"))
+    if not rows:
+        return
+    terminalreporter.section("faults: what a user gets")
+    for fault, what, code, holds in [("fault", "what the user gets", "exit", ""), *sorted(rows)]:
+        terminalreporter.write_line(f"{holds:<6}{code:>5}  {fault:<58.58}  {what:.220}")
