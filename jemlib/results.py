@@ -260,3 +260,16 @@ def write_atomic(path: Path, data: bytes) -> None:
         raise ResultsError(f"Cannot write {path}: {error.strerror}.") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what processes left half-written when they were killed: temporary files whose process is gone.
+
+    For the one run that holds the folder's lock: the process may live on another machine otherwise.
+    """
+    import psutil
+
+    for path in folder.rglob(".*.tmp"):
+        pid = path.name.split(".")[-2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            path.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from jemlib.parameters import ParameterError, check_names, coerce, declared_in, parameters
 from jemlib.provenance import git_state, repo_root
-from jemlib.results import Store, write_atomic
+from jemlib.results import Store, remove_leftovers, write_atomic
 
 __all__ = ["ParameterError", "kernel_environment", "lab", "parameters", "run"]
 
@@ -100,6 +100,7 @@ def _run_all(plan: dict[str, dict[str, Any]], folder: Path, root: Path, profile:
     known = watch.known_times(earlier, list(plan))
     for stem in plan:  # nothing of an earlier run may look like this one's
         Store(root, stem).clear()
+    remove_leftovers(root)
     (root / "notebooks").mkdir(exist_ok=True)
     failed: dict[str, str] = {}
     not_run: dict[str, str] = {}

@@ -99,8 +99,12 @@ def test_a_stopped_run_leaves_no_kernel_and_is_finished_later(copy, tmp_path, ge
         assert "01_first FAILED" in done.err and "it was interrupted" in done.err and "Traceback" not in done.err
         assert done.sentence.endswith("02_second not run: interrupted before")
     program.with_notebooks(copy, _01_first=["1"], _02_second=["1"])
+    half, living = (out / "notebooks" / f".01_first.ipynb.{pid}.tmp" for pid in (999_999_999, os.getpid()))
+    half.write_text("half a file, as of a process killed while it wrote")
+    living.write_text("half a file, of a process that goes on")
     again = program.study(copy, "--out", str(out))
     assert again.code == 0, again.err
+    assert not half.exists() and living.exists()
     assert "FAILED" not in states(out) and not list(out.glob("notebooks/*.unfinished.ipynb"))
     name = "Ctrl-C" if how == signal.SIGINT else how.name
     gets(f"{name} while a notebook runs; kernel gone, next run whole", said, done.code)
