@@ -19,6 +19,7 @@ def no_figure_left_open():
     plt.close("all")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests of one run of the chain go first and to one worker: they take longest, and share the run."""
     chain = [item for item in items if "smoke" in item.fixturenames]
