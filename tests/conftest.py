@@ -10,22 +10,13 @@ from jemlib import data, study
 
 torch.set_num_threads(1)
 
-ROW = "what a user gets"  # the name under which a report carries a test's rows, from whichever worker ran it
+ROW = "what a user gets"  # the name under which a report carries a test's rows
 
 
 @pytest.fixture(autouse=True)
 def no_figure_left_open():
     yield
     plt.close("all")
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of one run of the chain go first and to one worker: they take longest, and share the run."""
-    chain = [item for item in items if "smoke" in item.fixturenames]
-    for item in chain:
-        item.add_marker(pytest.mark.xdist_group("smoke"))
-    items[:] = chain + [item for item in items if item not in chain]
 
 
 @pytest.fixture(scope="session")

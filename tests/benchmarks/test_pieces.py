@@ -1,4 +1,4 @@
-"""The pieces of an iteration, timed one by one: `pytest tests/benchmarks -n 0 --benchmark-enable`.
+"""The pieces of an iteration, timed one by one: `pytest tests/benchmarks --benchmark-enable`.
 
 Without that option each is run once, as a test that it works.
 """
