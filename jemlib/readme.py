@@ -36,7 +36,7 @@ def render(reference: Path) -> str:
     parts = _headlines(reference)
     longer = reference.with_name(f"{reference.name}_hour")
     if longer.is_dir():
-        parts += ["With ten times the iterations (profile `hour`):", *_headlines(longer)]
+        parts += ["With more iterations (profile `hour`):", *_headlines(longer)]
     timing = reference / "tables" / "timing.csv"
     if timing.is_file():
         parts += [_times(pd.read_csv(timing))]
