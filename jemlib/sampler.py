@@ -131,8 +131,7 @@ def sgld(
     if n_steps == 0:
         return x, SGLDHealth(nan, nan, nan, nan)
 
-    first_energy = energy = previous = None
-    uphill, acceptance, square_step = [], [], []
+    energies, squares, log_ratios, previous = [], [], [], None
     with frozen(model):
         for t in range(n_steps):
             alpha = schedule(t)
@@ -149,24 +148,24 @@ def sgld(
                 rms = drift.square().mean(per_chain, keepdim=True).sqrt()
                 # clamp_max(1) leaves short steps alone; nan stays nan, so that divergence is seen
                 drift = drift * (max_rms_step / rms.clamp_min(1e-30)).clamp_max(1.0)
-            square_step.append(drift.square().mean())
-            if previous is None:
-                first_energy = energy
-            else:
-                uphill.append((energy > previous.energy).float().mean())
-                acceptance.append(previous.acceptance(x, energy, drift))
+            here = _State(x, energy, drift, drift.square().sum(per_chain), sigma, alpha)
+            energies.append(energy)
+            squares.append(here.square)
+            if previous is not None:
+                log_ratios.append(_log_acceptance(previous, here))
+            previous = here
             noise = _noise(x, generator, *share) if sigma > 0 else None
-            previous = _Transition(x, energy, drift, sigma, alpha)
             x = x + drift
             if noise is not None:
                 x.add_(noise.mul_(sigma))
             if bounds is not None:
                 x = x.clamp_(*bounds) if at_bounds == "clamp" else _reflect(x, *bounds)
+    path = torch.stack(energies)
     health = SGLDHealth(
-        energy_change=(energy - first_energy).mean() if n_steps > 1 else nan,
-        uphill_share=torch.stack(uphill).mean() if uphill else nan,
-        rms_step=torch.stack(square_step).mean().sqrt(),
-        acceptance=torch.stack(acceptance).mean() if acceptance else nan,
+        energy_change=(path[-1] - path[0]).mean() if n_steps > 1 else nan,
+        uphill_share=(path[1:] > path[:-1]).float().mean() if n_steps > 1 else nan,
+        rms_step=(torch.stack(squares).mean() / math.prod(x.shape[1:])).sqrt(),
+        acceptance=torch.stack(log_ratios).clamp_max(0).exp().mean() if n_steps > 1 else nan,
     )
     return x, health
 
@@ -180,25 +179,27 @@ def _noise(x: Tensor, generator: torch.Generator, i: int, n: int) -> Tensor:
 _NO_NOISE = 1e-12  # standard deviation of noise that moves nothing in 32 bits, and whose square divides badly
 
 
-class _Transition(NamedTuple):
-    """The start of a Langevin move, kept for one step to judge the move once its end has been evaluated."""
+class _State(NamedTuple):
+    """A chain's state at one step, kept until the next, when the move between the two can be judged."""
 
     x: Tensor
     energy: Tensor
     drift: Tensor
+    square: Tensor  #: |drift|^2 of each chain
     sigma: float
     alpha: float
 
-    def acceptance(self, x: Tensor, energy: Tensor, drift: Tensor) -> Tensor:
-        """Mean Metropolis-Hastings acceptance of the move self.x -> x, for the target exp(-E alpha / sigma^2)."""
-        dims = tuple(range(1, x.dim()))
-        if self.sigma <= _NO_NOISE:  # no noise, no reverse move: a Metropolis test would take descents only
-            return (energy <= self.energy).float().mean()
-        scale = 1 / (2 * self.sigma**2)
-        forward = (x - self.x).sub_(self.drift).square_().sum(dims) * scale
-        backward = (self.x - x).sub_(drift).square_().sum(dims) * scale
-        log_ratio = (self.energy - energy) * (self.alpha / self.sigma**2) + forward - backward
-        return log_ratio.clamp_max(0).exp().mean()
+
+def _log_acceptance(start: _State, end: _State) -> Tensor:
+    """Log ratio (B,) of the Metropolis-Hastings test for start -> end, for the target exp(-E alpha / sigma^2).
+
+    With m the move and d, d' the two drifts: |m - d|^2 - |m + d'|^2 = |d|^2 - |d'|^2 - 2 m (d + d').
+    """
+    if start.sigma <= _NO_NOISE:  # no noise, no reverse move: a Metropolis test would take descents only
+        return torch.where(end.energy <= start.energy, 0.0, -math.inf)
+    projection = (end.x - start.x).mul_(start.drift + end.drift).sum(tuple(range(1, end.x.dim())))
+    moves = (start.square - end.square - 2 * projection) / (2 * start.sigma**2)
+    return (start.energy - end.energy) * (start.alpha / start.sigma**2) + moves
 
 
 class ReplayBuffer:
