@@ -13,9 +13,7 @@ from jemlib import objectives
 from jemlib.sampler import implied_temperature
 
 #: raised whenever the same configuration comes to mean another computation, so that no older run passes for it
-FORMAT = 1
-#: fields that came later: at their default values they change nothing, so they do not rename the runs of before
-_LATER = ("chain_start", "precision")
+FORMAT = 2
 
 
 class ConfigError(ValueError):
@@ -114,9 +112,7 @@ class TrainConfig(BaseModel):
         precision="auto" names one run whatever the device makes of it, as device="auto" does; its record tells.
         """
         # the objective's terms too: a row of the method table may change under the same name
-        fields = type(self).model_fields
-        default = {name for name in _LATER if getattr(self, name) == fields[name].default}
-        whole = [FORMAT, self.model_dump(mode="json", exclude={"device"} | default), asdict(self.objective()), data_id]
+        whole = [FORMAT, self.model_dump(mode="json", exclude={"device"}), asdict(self.objective()), data_id]
         text = json.dumps(whole, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

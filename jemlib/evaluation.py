@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -148,19 +147,6 @@ def assess(
     return row, samples
 
 
-def with_chosen(configs: Sequence[TrainConfig], grid: pd.DataFrame) -> list[TrainConfig]:
-    """The configs with the step size and bound that a `sampler_grid` chose for their methods."""
-    chosen = grid[grid["chosen"]].set_index("method")
-    found = []
-    for config in configs:
-        if config.method in chosen.index:
-            row = chosen.loc[config.method]
-            bound = None if pd.isna(row["max_rms_step"]) else row["max_rms_step"]
-            config = config.replace(step_size=row["step_size"], max_rms_step=bound)
-        found.append(config)
-    return found
-
-
 def n_classes(model: JEM) -> int:
     """Number of labels of a model, read off its last layer."""
     return model.backbone[-1].out_features
@@ -170,23 +156,3 @@ def stored_chains(result: FitResult) -> Labelled:
     """The buffer's chains with the label each was drawn for; chains of p(x) get the model's own label."""
     x, y = result.buffer.x.cpu(), result.buffer.y
     return Labelled(x, predict(result.model, x).argmax(1) if y is None else y.cpu())
-
-
-def sampler_grid(
-    trained: Sequence[tuple[str, FitResult]], val: Labelled, judge: JEM, reference: Tensor, **options: int
-) -> pd.DataFrame:
-    """The grid that chooses a method's sampler: one row a run, judged on validation data alone.
-
-    trained: (name, result) pairs as `runs.train` returns them; options: as of `assess`. `chosen` marks, per method,
-    the run with the smallest Frechet distance of those that survived; where none did, the one that lasted longest.
-    """
-    rows = []
-    for name, result in trained:
-        row, _ = assess(result, val, judge, reference, **options)
-        sampler = {"step_size": result.config.step_size, "max_rms_step": result.config.max_rms_step}
-        rows.append(row | sampler | {"diverged_at": result.diverged_at, "run": name})
-    grid = pd.DataFrame(rows)
-    order = grid.assign(end=-grid["diverged_at"].fillna(math.inf)).sort_values(["end", "frechet"], kind="stable")
-    grid["chosen"] = grid.index.isin(order.groupby("method").head(1).index)
-    columns = ["method", "step_size", "max_rms_step", "chosen", "accuracy", "nll", "energy_gap", "class_agreement"]
-    return grid[[*columns, "frechet", "n_frechet", "steps", "seed", "status", "run"]]

@@ -22,7 +22,7 @@ from jemlib.config import TrainConfig
 from jemlib.data import Dataset, Labelled
 from jemlib.progress import a_person_watches
 from jemlib.results import Store
-from jemlib.training import FitResult
+from jemlib.training import FitResult, pick_device
 
 
 class Task(NamedTuple):
@@ -38,16 +38,17 @@ def train_all(
 ) -> list[tuple[str, FitResult]]:
     """`runs.train` for every task, `workers` at a time; (name, result) in the order of the tasks.
 
-    workers: 0 takes one a core, and one alone where there is a GPU; 1 trains here, with live progress. Under torchrun
-    its processes train every run together, one run after the other. threads: CPU
-    threads of each run. Runs that are finished are read, unless force. An error in a run is raised here, after which
-    the others' checkpoints are there to go on from.
+    workers: 0 takes one a core, and one alone for runs on a GPU; 1 trains here, with live progress. Under torchrun
+    its processes train every run together, one run after the other. threads: CPU threads of each run. Runs that are
+    finished are read, unless force. An error in a run is raised here, after which the others' checkpoints are there to
+    go on from.
     """
     named = {runs.run_name(task.dataset, task.config): task for task in tasks}  # two equal tasks are one run
     missing = [task for name, task in named.items() if force or not store.has_record(name)]
     if distributed.launched().size > 1:
         workers = 1
-    workers = min(workers or (1 if torch.cuda.is_available() else os.cpu_count() or 1), len(missing))
+    on_gpu = any(pick_device(task.config.device).type == "cuda" for task in missing)
+    workers = min(workers or (1 if on_gpu else os.cpu_count() or 1), len(missing))
     if workers > 1:
         # largest first would finish sooner; the given order keeps the progress readable
         jobs = (joblib.delayed(_train)(store, _stripped(task), threads, force) for task in missing)

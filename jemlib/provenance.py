@@ -6,9 +6,12 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jemlib
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("torch", "torchvision", "numpy", "scipy", "scikit-learn", "pandas", "matplotlib", "papermill")
 
@@ -18,18 +21,18 @@ def repo_root() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
-def provenance() -> dict[str, Any]:
-    """What ran where: commit, dirty flag, versions, device, threads, CPU, platform.
+def provenance(device: torch.device | None = None) -> dict[str, Any]:
+    """What ran where: commit, dirty flag, versions, device (None: the best there is), threads, CPU, platform.
 
     `commit` and `dirty` are None outside a git checkout of this very folder.
     """
     import torch
 
-    cuda = torch.cuda.is_available()
+    kind = device.type if device else "cuda" if torch.cuda.is_available() else "cpu"
     return {
         **git_state(),
         "versions": {"python": platform.python_version(), "jemlib": jemlib.__version__, **_versions()},
-        "device": torch.cuda.get_device_name(0) if cuda else "cpu",
+        "device": torch.cuda.get_device_name(device) if kind == "cuda" else kind,
         "threads": torch.get_num_threads(),
         "cpu": _cpu_model(),
         "platform": platform.platform(),

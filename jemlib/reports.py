@@ -45,7 +45,6 @@ class _Renderer(IPythonRenderer):
     def latex_environment(self, name: str, body: str) -> str:
         return mathml(f"\\begin{{{name}}}{body}\\end{{{name}}}", display="block")
 
-
     def heading(self, text: str, level: int, **attrs: Any) -> str:
         anchor = re.sub(r"[^\w]+", "-", re.sub(r"<[^>]*>", "", text)).strip("-").lower()
         link = f'<a class="anchor-link" href="#{anchor}">¶</a>'

@@ -88,9 +88,7 @@ class Store:
     there. Raises `ResultsError` at once when nothing can be written there, before hours of training.
     """
 
-    def __init__(
-        self, results_dir: str | Path, notebook: str, parameters: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, results_dir: str | Path, notebook: str, parameters: Mapping[str, Any] | None = None) -> None:
         self.dir = repo_root() / Path(results_dir).expanduser()
         self.notebook = notebook
         self._runs: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ def train(store: Store, dataset: Dataset, config: TrainConfig, **options: Any) -
         kept = store.read_record(name)
     except ResultsError:
         kept = {}
-    world = distributed.launched()
+    world, device = distributed.launched(), next(result.model.parameters()).device
     if world.rank == 0 and (result.trained_now or not kept):
         kept = {
             "run": name,
@@ -60,10 +61,10 @@ def train(store: Store, dataset: Dataset, config: TrainConfig, **options: Any) -
             "precision": result.precision,
             "processes": world.size,
             "history": result.history,
-            **provenance(),
+            **provenance(device),
         }
         row = {"what": name, "seconds": round(result.seconds, 3), "ms_per_step": round(result.ms_per_step, 3)}
-        row |= {"peak_memory_mb": peak_memory_mb(), "device": kept["device"], "threads": kept["threads"]}
+        row |= {"peak_memory_mb": peak_memory_mb(device), "device": kept["device"], "threads": kept["threads"]}
         store.timing(row | {"precision": kept["precision"]})
         store.record(name, kept)  # last: a run that is killed before has no record, and all of this is written again
     store.uses([name])
@@ -113,6 +114,42 @@ def method_table(
     return pd.DataFrame(rows), fresh
 
 
+def sampler_grid(
+    store: Store, trained: Sequence[tuple[str, FitResult]], val: Labelled, judge: JEM, **options: int
+) -> pd.DataFrame:
+    """The grid that chooses a method's sampler: one row a run, judged on validation data alone.
+
+    trained: (name, result) pairs as `train` returns them; options: as of `evaluation.assess`. Each row joins the
+    run's record as `validation`. `chosen` marks, per method, the run with the smallest Frechet distance of those that
+    survived; where none did, the one that lasted longest.
+    """
+    reference = evaluation.features(judge, val.x)
+    rows = []
+    for name, result in trained:
+        row, _ = evaluation.assess(result, val, judge, reference, **options)
+        add_metrics(store, name, {"validation": row})
+        sampler = {"step_size": result.config.step_size, "max_rms_step": result.config.max_rms_step}
+        rows.append(row | sampler | {"diverged_at": result.diverged_at, "run": name})
+    grid = pd.DataFrame(rows)
+    order = grid.assign(end=-grid["diverged_at"].fillna(math.inf)).sort_values(["end", "frechet"], kind="stable")
+    grid["chosen"] = grid.index.isin(order.groupby("method").head(1).index)
+    columns = ["method", "step_size", "max_rms_step", "chosen", "accuracy", "nll", "energy_gap", "class_agreement"]
+    return grid[[*columns, "frechet", "n_frechet", "steps", "seed", "status", "run"]]
+
+
+def with_chosen(configs: Sequence[TrainConfig], grid: pd.DataFrame) -> list[TrainConfig]:
+    """The configs with the step size and bound that a `sampler_grid` chose for their methods."""
+    chosen = grid[grid["chosen"]].set_index("method")
+    found = []
+    for config in configs:
+        if config.method in chosen.index:
+            row = chosen.loc[config.method]
+            bound = None if pd.isna(row["max_rms_step"]) else row["max_rms_step"]
+            config = config.replace(step_size=row["step_size"], max_rms_step=bound)
+        found.append(config)
+    return found
+
+
 def beside_published(results: pd.DataFrame) -> pd.DataFrame:
     """Our rows (of `method_table`) above other systems' numbers: dataset, model, metric, value, source, note.
 
@@ -131,9 +168,9 @@ def beside_published(results: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([pd.DataFrame(rows).astype(object), published.fillna("")], ignore_index=True)
 
 
-def peak_memory_mb() -> float:
-    """Peak memory so far, MiB: of the GPU where there is one, else the resident set of this process."""
-    if torch.cuda.is_available():
-        return round(torch.cuda.max_memory_allocated() / 2**20, 1)
+def peak_memory_mb(device: torch.device) -> float:
+    """Peak memory so far, MiB: of the GPU where the device is one, else the resident set of this process."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
     return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)

@@ -196,7 +196,7 @@ def _log_acceptance(start: _State, end: _State) -> Tensor:
     With m the move and d, d' the two drifts: |m - d|^2 - |m + d'|^2 = |d|^2 - |d'|^2 - 2 m (d + d').
     """
     if start.sigma <= _NO_NOISE:  # no noise, no reverse move: a Metropolis test would take descents only
-        return torch.where(end.energy <= start.energy, 0.0, -math.inf)
+        return torch.zeros_like(end.energy).masked_fill_(~(end.energy <= start.energy), -math.inf)
     projection = (end.x - start.x).mul_(start.drift + end.drift).sum(tuple(range(1, end.x.dim())))
     moves = (start.square - end.square - 2 * projection) / (2 * start.sigma**2)
     return (start.energy - end.energy) * (start.alpha / start.sigma**2) + moves

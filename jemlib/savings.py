@@ -59,7 +59,11 @@ def compare(
         # judged by float32 chains, so that training alone differs
         result.config = config.replace(precision="float32")
         row, _ = evaluation.assess(result, digits.test, judged.model, reference, **options)
-        kept = ("accuracy", "nll", "energy_data", "energy_gap", "class_agreement", "frechet", "frechet_buffer", "status")
+        kept = ("accuracy", "nll", "energy_data", "energy_gap", "class_agreement", "frechet", "frechet_buffer")
         change = {"n_steps": config.n_steps, "chain_start": config.chain_start, "precision": config.precision}
-        rows.append({"variant": name, **change, "seed": config.seed} | {key: row[key] for key in kept} | {"run": run})
+        rows.append(
+            {"variant": name, **change, "seed": config.seed}
+            | {key: row[key] for key in kept}
+            | {"status": row["status"], "run": run}
+        )
     return store.table("benchmark_savings", pd.DataFrame(rows))

@@ -55,7 +55,7 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """"0-2" or "0,3" or both, as whole numbers."""
+    """ "0-2" or "0,3" or both, as whole numbers."""
     found: list[int] = []
     for part in str(text).split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())

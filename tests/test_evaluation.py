@@ -7,7 +7,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from jemlib import evaluation
+from jemlib import evaluation, runs
 from jemlib.config import TrainConfig
 from jemlib.data import Labelled
 from jemlib.energy import JEM
@@ -109,6 +109,10 @@ def test_the_grid_prefers_survivors_then_the_smallest_distance(monkeypatch, mode
         return method | numbers | {"frechet": outcomes[name][0]}, None
 
     monkeypatch.setattr(evaluation, "assess", assess)
+    kept = {}
+    monkeypatch.setattr(runs, "add_metrics", lambda store, name, metrics: kept.update({name: metrics}))
+    images = Labelled(torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.long))
     trained = [(name, FitResult(config(), model, None, name, outcomes[name][1], [])) for name in outcomes]
-    grid = evaluation.sampler_grid(trained, None, model, None)
+    grid = runs.sampler_grid(None, trained, images, model)
     assert grid.loc[grid["chosen"], "run"].tolist() == ["b", "e"]
+    assert kept["a"]["validation"]["frechet"] == 9.0

@@ -42,7 +42,7 @@ IMAGES |= {"noise_std": 0.01, "buffer_size": 60, "input_noise": 0.02, "log_every
 # --- names of runs ------------------------------------------------------------------------------------------
 
 
-def test_later_fields_do_not_rename_the_runs_of_the_reference():
+def test_the_runs_of_the_reference_have_the_names_of_their_configs():
     store = Store("results/reference", "x")
     tables = ("mnist_methods", "cifar10_methods", "anchor_ablation")
     names = {name for table in tables for name in store.read_table(table)["run"]}
@@ -53,7 +53,7 @@ def test_later_fields_do_not_rename_the_runs_of_the_reference():
         assert TrainConfig(**record["config"]).hash(data_id) == record["config_hash"], name
 
 
-def test_later_fields_name_a_run_where_they_are_set():
+def test_every_option_names_a_run_of_its_own():
     base = TrainConfig(method="jem", **IMAGES)
     others = [{"precision": "float32"}, {"precision": "bfloat16"}, {"chain_start": "class_gaussians"}]
     assert len({base.hash(), *(base.replace(**other).hash() for other in others)}) == 4

@@ -121,7 +121,16 @@ def test_command_line(notebook, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(sweep, "run", lambda *arguments, **options: calls.append((arguments, options)) or 1)
     (tmp_path / "grid.yaml").write_text("grid: {n: [1, 2], lr: 1}\nseeds: 0-1\n")
-    arguments = ["sweep", str(notebook), "--file", str(tmp_path / "grid.yaml"), "--grid", "n=5", "--scheduler", "tcp://x:1"]
+    arguments = [
+        "sweep",
+        str(notebook),
+        "--file",
+        str(tmp_path / "grid.yaml"),
+        "--grid",
+        "n=5",
+        "--scheduler",
+        "tcp://x:1",
+    ]
     assert CliRunner().invoke(cli.main, arguments).exit_code == 1
     ((_, grid, out), options) = calls[0]
     assert grid == {"n": ["5"], "lr": [1], "seed": [0, 1]} and out == "cell" and options["scheduler"] == "tcp://x:1"
