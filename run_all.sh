@@ -28,6 +28,7 @@ bad_usage() { code=2 fail "$* Try ./run_all.sh --help"; }
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
 STAMP=".jemlib-complete"
+LOCK="$ROOT/.environment.lock"
 
 # --- arguments: what is wrong is said before anything is installed ---
 
@@ -103,16 +104,58 @@ install_into() { # $1: an environment's folder, with python and pip in it
   echo "installed."
 }
 
+lock() { # one start at a time makes the environment; the others wait
+  [ -w "$ROOT" ] || fail "the environment cannot be made: $ROOT is not to be written to."
+  local waiting="another start of run_all.sh is making the environment; waiting for it ..." owner="" tries=0
+  if command -v flock >/dev/null; then
+    exec 9>"$LOCK"
+    # the kernel lets go of it however this process ends; where a file system has no locks, things go on without
+    flock -n 9 || { echo "$waiting"; flock 9 || true; }
+    return
+  fi
+  until mkdir "$LOCK.d" 2>/dev/null; do
+    owner="$(cat "$LOCK.d/pid" 2>/dev/null || true)"
+    # who was killed leaves its lock: one of no living process, or for seconds of none at all
+    if [ "$tries" -gt 5 ] && [ -z "$owner" ] || { [ -n "$owner" ] && ! kill -0 "$owner" 2>/dev/null; }; then
+      rm -rf "$LOCK.d"; continue
+    fi
+    [ "$tries" -gt 0 ] || echo "$waiting"
+    tries=$((tries + 1))
+    sleep 1
+  done
+  trap 'rm -rf "$LOCK.d"' EXIT
+  echo $$ > "$LOCK.d/pid"
+}
+
+unlock() {
+  exec 9>&-
+  rm -rf "$LOCK.d"
+  trap - EXIT
+}
+
 find_environment() { # sets PYTHON
-  local candidate tool
+  local candidate
   for candidate in "${VIRTUAL_ENV:-}/bin/python" "${CONDA_PREFIX:-}/bin/python" "$(command -v python3 || true)"; do
     if [ -x "$candidate" ] && satisfies_pins "$candidate"; then PYTHON="$candidate"; return; fi
   done
+  if find_complete; then return; fi
+  lock
+  # without the lock's descriptor, so that nothing started here holds it longer than this process lives
+  find_complete || make_environment 9>&-
+  unlock
+}
+
+find_complete() { # sets PYTHON
+  local candidate
   for candidate in "$ROOT/.conda-env" "$ROOT/.venv"; do
     PYTHON="$candidate/bin/python"
     if is_complete "$candidate"; then return; fi
   done
+  return 1
+}
 
+make_environment() { # sets PYTHON
+  local candidate tool
   tool="$(command -v conda || command -v mamba || command -v micromamba || true)"
   if [ -n "$tool" ]; then
     candidate="$ROOT/.conda-env"

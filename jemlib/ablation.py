@@ -26,6 +26,13 @@ ARMS: dict[str, dict[str, Any]] = {
     "batch": {"method": "st_jem"},  # Equation (20) with the whole mini-batch
 }
 
+#: what the whole batch could be best at: the best of a quantity, and how it is called
+_WHOLE_BATCH = {
+    "kl_nats": ("min", "the smallest KL to the data"),
+    "accuracy": ("max", "the highest accuracy"),
+    "frechet": ("min", "the smallest Frechet distance of fresh chains"),
+}
+
 
 def arms(text: str) -> list[str]:
     """Names of a comma-separated list; ValueError for one that is no arm."""
@@ -160,3 +167,34 @@ def verdict(rows: pd.DataFrame) -> pd.DataFrame:
             "worst": f"{means.iloc[-1]:.3g} ({means.index[-1]})" if len(means) else "none",
         })  # fmt: skip
     return pd.DataFrame(found)
+
+
+def claims(rows: pd.DataFrame) -> pd.DataFrame:
+    """What is said of the anchor, held against these runs: claim, whether it holds in all settings, and the figures.
+
+    Means over the runs that survived; where only one of the arms that a claim compares was run, it is left out.
+    """
+    found = []
+    dead = (rows["status"] != "ok").groupby(rows["arm"], sort=False).agg(["sum", "size"])
+    lost = {arm: f"{part['sum']} of {part['size']} runs lost" for arm, part in dead.iterrows()}
+    for arm, claim in {
+        "plain": "plain averages lose runs",
+        "none": "weights lose none, without any anchor",
+        "batch": "weights over the whole batch lose none",
+    }.items():
+        if arm in lost:
+            found.append((claim, bool(dead.loc[arm, "sum"]) == (arm == "plain"), lost[arm]))
+    for dataset, part in rows[rows["status"] == "ok"].groupby("dataset", sort=False):
+        for quantity, (best, claim) in _WHOLE_BATCH.items():
+            exact = "kl_nats" in part and part["kl_nats"].notna().any()  # then accuracy has little to say
+            if quantity not in part or part[quantity].isna().all() or (exact and quantity == "accuracy"):
+                continue
+            means = part.pivot_table(quantity, "setting", "arm", sort=False)
+            means = means[[arm for arm in means if arm != "plain"]]
+            if "batch" not in means or len(means.columns) < 2:
+                continue
+            first = means.agg(best, axis=1) == means["batch"]
+            said = ", ".join(f"{arm} {value:.3g}" for arm, value in means.iloc[0].items())
+            figures = f"in {first.sum()} of {len(first)} settings; {means.index[0]}: {said}"
+            found.append((f"{dataset}: of all weights, those over the whole batch have {claim}", first.all(), figures))
+    return pd.DataFrame(found, columns=["claim", "holds", "figures"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def run(profile: str, only: str | None, seed: int | None, force: bool, data: Pat
 @click.option("--out", metavar="NAME", help="Folder under results/sweeps; the notebook's name without it.")
 @click.option("--table", help="The notebook's table whose rows are collected; sweep_row without it.")
 @click.option("--scheduler", metavar="tcp://HOST:PORT", help="A running dask scheduler; a local cluster without it.")
-@click.option("--workers", type=click.IntRange(min=0), default=0, help="Of the local cluster; one a core without it.")
+@click.option(
+    "--workers", type=click.IntRange(min=0), default=0, help="Of the local cluster; one a core, or a GPU, without it."
+)
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the data sets.")
 @click.option("--force", is_flag=True, help="Run finished cells again.")
 def sweep(
@@ -70,7 +73,7 @@ def sweep(
     try:
         grid, seeds_there = sweeps.read_file(file) if file else ({}, None)
         grid |= sweeps.parse_grid(grids)  # the command line wins
-        if text := seeds or seeds_there:
+        if (text := seeds_there if seeds is None else seeds) is not None:
             grid["seed"] = sweeps.parse_seeds(text)
         code = sweeps.run(notebook, grid, out or notebook.stem, table=table or sweeps.TABLE, **options)
     except ValueError as error:  # before anything ran
@@ -126,6 +129,7 @@ def benchmark(
     from jemlib import benchmark as bench
     from jemlib import data as datasets
     from jemlib import savings as options
+    from jemlib.checkpoints import CheckpointError
     from jemlib.results import Store
 
     names = [name.strip() for name in networks.split(",")] if networks else list(bench.CASES)
@@ -135,11 +139,16 @@ def benchmark(
     if threads:
         torch.set_num_threads(threads)
     try:
+        digits = datasets.mnist(data or "", n_val=5000) if savings else None  # missing data are told before the suite
         store = Store(out.absolute(), "benchmark")
         bench.suite(store, names, precision, growth=growth)
-        if savings:
-            options.compare(store, datasets.mnist(data or "", n_val=5000))
-    except OSError as error:
+        if digits is not None:
+            options.compare(store, digits)
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr or "").strip().splitlines() or ["it said nothing"]
+        message = f"The process that measures memory ended with exit code {error.returncode}: {said[-1]}"
+        raise click.ClickException(message) from error
+    except (OSError, datasets.DataError, CheckpointError) as error:
         raise click.ClickException(str(error)) from error
     print(f"done: {out / 'tables' / 'benchmark.csv'}")
 

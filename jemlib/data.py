@@ -256,6 +256,8 @@ def torchvision_root(kind: str, kept: str, data_dir: str | Path = "", **options:
             os.replace(Path(aside) / kept, target / kept)
         except (OSError, subprocess.SubprocessError) as error:
             failed.touch()
-            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
-            raise DataError(f"{kind} could not be fetched ({said})") from error
+            said = getattr(error, "stderr", None) or ""
+            said = said.decode(errors="replace") if isinstance(said, bytes) else said  # of a process that timed out
+            last = (said.strip() or str(error)).splitlines()[-1:]
+            raise DataError(f"{kind} could not be fetched ({''.join(last)})") from error
     return target

@@ -79,11 +79,12 @@ _OF_LOGITS = {
 
 
 def rates(score_in: ArrayLike, score_out: ArrayLike) -> dict[str, float]:
-    """How well a score tells in-distribution (positive) from OOD inputs: auroc, aupr, fpr95, n_in, n_out.
+    """How well a score tells in-distribution (positive) from OOD inputs: auroc, auroc_se, aupr, fpr95, n_in, n_out.
 
     score_in: (N,), score_out: (M,), higher for in-distribution; ranked as they are. fpr95 is the smallest share of
     OOD inputs that pass a threshold which at least 95% of the in-distribution inputs pass. aupr is the average
-    precision; at random it is n_in / (n_in + n_out). Raises ValueError for an empty side or a score that is not finite.
+    precision; at random it is n_in / (n_in + n_out). auroc_se: standard error of auroc. Raises
+    ValueError for an empty side or a score that is not finite.
     """
     sides = [np.asarray(side, dtype=np.float64).ravel() for side in (score_in, score_out)]
     n_in, n_out = map(len, sides)
@@ -94,13 +95,22 @@ def rates(score_in: ArrayLike, score_out: ArrayLike) -> dict[str, float]:
         raise ValueError(f"detection needs finite scores; {(~np.isfinite(value)).sum()} of {len(value)} are not")
     positive = np.repeat([1, 0], [n_in, n_out])
     false_positives, true_positives, _ = roc_curve(positive, value, drop_intermediate=False)
+    auroc = float(roc_auc_score(positive, value))
     return {
-        "auroc": float(roc_auc_score(positive, value)),
+        "auroc": auroc,
+        "auroc_se": _standard_error(auroc, n_in, n_out),
         "aupr": float(average_precision_score(positive, value)),
         "fpr95": float(false_positives[true_positives >= 0.95].min()),
         "n_in": n_in,
         "n_out": n_out,
     }
+
+
+def _standard_error(auroc: float, n_in: int, n_out: int) -> float:
+    """Standard error of an AUROC by Hanley and McNeil (1982), for scores with exponential tails."""
+    both_in, both_out = auroc / (2 - auroc), 2 * auroc**2 / (1 + auroc)
+    variance = auroc * (1 - auroc) + (n_in - 1) * (both_in - auroc**2) + (n_out - 1) * (both_out - auroc**2)
+    return math.sqrt(max(variance, 0.0) / (n_in * n_out))
 
 
 def table(
@@ -121,9 +131,35 @@ def table(
             for score in SCORES:
                 about = one.row() | {"in_dataset": one.dataset.name, "ood_dataset": name, "score": score}
                 if isinstance(x, NotAvailable):
-                    nothing = dict.fromkeys(("auroc", "aupr", "fpr95"), math.nan) | {"n_in": len(test), "n_out": 0}
+                    nothing = dict.fromkeys(("auroc", "auroc_se", "aupr", "fpr95"), math.nan)
+                    nothing |= {"n_in": len(test), "n_out": 0}
                     rows.append(about | nothing | {"note": f"not available: {x.reason}", "run": one.run})
                 else:
                     measured = rates(found[one.dataset.name][score], found[name][score])
                     rows.append(about | measured | {"note": "", "run": one.run})
     return pd.DataFrame(rows), values
+
+
+def claims(calibrated: pd.DataFrame, detected: pd.DataFrame) -> pd.DataFrame:
+    """What is said of joint models, held against these: in_dataset, claim, whether it holds, and the two figures.
+
+    calibrated, detected: as of `calibration.table` and `table`; st_jem and softmax, means over seeds and OOD sets.
+    Diverged runs are left out, and so is a data set that lacks one of the two.
+    """
+    found = []
+    for name, rows in detected[detected["status"] == "ok"].groupby("in_dataset", sort=False):
+        if not {"softmax", "st_jem"} <= set(rows["method"]):
+            continue
+        here = calibrated[calibrated["model"].isin(rows["model"])]
+        ece = here.groupby(["scaling", "method"])["ece"].mean()
+        auroc = rows.groupby(["score", "method"])["auroc"].mean()
+        error = f" (standard error of one AUROC: up to {rows['auroc_se'].max():.3f})"
+        for scaling, said in {"none": "as trained", "temperature": "with a fitted temperature"}.items():
+            ours, other = ece[scaling, "st_jem"], ece[scaling, "softmax"]
+            figures = f"ECE {ours:.4f} against {other:.4f}"
+            found.append((name, f"st_jem is better calibrated than softmax, {said}", ours < other, figures))
+        for other in ("st_jem", "softmax"):
+            ours, theirs = auroc["log_px", "st_jem"], auroc["max_prob", other]
+            claim = f"st_jem's log p(x) detects better than {other}'s max p(y|x)"
+            found.append((name, claim, ours > theirs, f"mean AUROC {ours:.3f} against {theirs:.3f}{error}"))
+    return pd.DataFrame(found, columns=["in_dataset", "claim", "holds", "figures"])

@@ -8,6 +8,7 @@ gradients are summed. A checkpoint can therefore be resumed on any number of pro
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -68,15 +69,27 @@ def launched() -> World:
 
 
 def join(device: torch.device) -> tuple[World, torch.device]:
-    """Join the processes that torchrun started: NCCL on CUDA, one GPU each, else gloo. Returns (world, own device)."""
+    """Join the processes that torchrun started: NCCL on CUDA, one GPU each, else gloo. Returns (world, own device).
+
+    The group has both where there is CUDA, since a later run may be on another device than the first. Raises
+    ValueError where a process finds no GPU of its own.
+    """
     world = launched()
     if world.size == 1:
         return world, device
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        local, n = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= n:
+            raise ValueError(
+                f"process {local + 1} on this machine has no GPU, there being {n}; "
+                f"start torchrun with --nproc-per-node={n} at most, or train on the CPU"
+            )
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        both = torch.cuda.is_available() and dist.is_nccl_available()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if both else "gloo")
+        atexit.register(dist.destroy_process_group)
         if world.rank > 0:
             os.environ["JEMLIB_PROGRESS"] = "none"  # the first process speaks for all
     return world, device

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from tqdm import tqdm
 
 from jemlib.provenance import git_state
@@ -51,7 +52,7 @@ def run(jobs: Sequence[Job], scheduler: str | None, workers: int) -> None:
     """Run every job and leave a record of each, with a progress bar; what a job raises is recorded, not raised.
 
     scheduler: address of a running dask scheduler; without it `workers` local processes (0: as many as cores and
-    memory allow). OSError where no scheduler answers.
+    memory allow, and one where there is a GPU). OSError where no scheduler answers.
     """
     if not jobs:
         return
@@ -116,8 +117,14 @@ def _cores() -> int:
 
 
 def _fitting_workers(n_jobs: int) -> int:
+    """As many as cores and memory allow; one where there is a GPU, which cells would have to share.
+
+    torch asks the driver's library for GPUs (NVML) and does not start CUDA for it, which would take memory here.
+    """
     from distributed.system import MEMORY_LIMIT
 
+    if torch.cuda.device_count():
+        return 1
     return max(1, min(_cores(), int(MEMORY_LIMIT // _MEMORY_A_CELL), n_jobs))
 
 

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jemlib.toy import Toy
@@ -37,6 +39,19 @@ def style() -> None:
     sns.set_theme(context="notebook", style="whitegrid", palette="colorblind")
     mpl.rcParams.update({"figure.constrained_layout.use": True, "axes.titlesize": 11, "axes.labelsize": 11,
                          "legend.fontsize": 9, "xtick.labelsize": 9, "ytick.labelsize": 9})  # fmt: skip
+
+
+def readable(ax: Axes) -> None:
+    """Write a heatmap's numbers in black or white, whichever stands out more from the cell; black on empty ones."""
+    mesh = ax.collections[0]
+    mesh.update_scalarmappable()
+    colours = mesh.get_facecolors().reshape(*mesh.get_array().shape, 4)
+    linear = np.where(colours <= 0.04, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
+    luminance = linear[..., :3] @ (0.2126, 0.7152, 0.0722)
+    dark = (luminance < 0.179) & ~np.ma.getmaskarray(mesh.get_array())  # 0.179: both contrasts are equal
+    for text in ax.texts:
+        x, y = text.get_position()
+        text.set_color("white" if dark[int(y), int(x)] else "black")
 
 
 # --- notebook 01: exact references and toy distributions ----------------------------------------------------
@@ -108,7 +123,8 @@ def density_maps(found: Sequence[ToyRun], n_samples: int = 250) -> tuple[Figure,
     side = round(len(space.points) ** 0.5)
     data = found[0].reference.log_data.logsumexp(1).exp()
     top = float(data.max())
-    panels = [("p_data", data, None)] + [(_title(run), run.density(), run.result.buffer) for run in found]
+    panels = [("p_data\nchains: white dots", data, None)]
+    panels += [(_title(run), run.density(), run.result.buffer) for run in found]
     columns = 3
     lines = -(-len(panels) // columns)
     fig, axes = plt.subplots(lines, columns, figsize=(9, 2.9 * lines), sharex=True, sharey=True, squeeze=False)
@@ -136,7 +152,7 @@ def density_maps(found: Sequence[ToyRun], n_samples: int = 250) -> tuple[Figure,
 
 def _title(run: ToyRun) -> str:
     state = "" if run.result.status == "ok" else " (diverged)"
-    return f"{run.method}{state}\nKL to data {run.scores['kl_nats']:.2f} nats"
+    return f"{run.method}, seed {run.seed}{state}\nKL to data {run.scores['kl_nats']:.3f} nats"
 
 
 def through_training(history: pd.DataFrame, quantities: dict[str, str]) -> tuple[Figure, str]:

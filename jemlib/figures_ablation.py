@@ -7,7 +7,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from jemlib.figures import METHOD_COLORS
+from jemlib.figures import METHOD_COLORS, readable
 
 ARM_COLORS = {
     "plain": METHOD_COLORS["st_jem_plain"],
@@ -32,9 +32,10 @@ def cells(summary: pd.DataFrame, quantity: str, title: str, better: str = "low")
     texts = texts + seeds.astype(str) + ")"
     fig, ax = plt.subplots(figsize=(1.5 * mean.shape[1] + 2.2, 0.62 * mean.shape[0] + 1.3))
     colours = "cividis_r" if better == "low" else "cividis"
-    sns.heatmap(mean, annot=texts, fmt="", cmap=colours, robust=True, linewidths=1, ax=ax, annot_kws={"size": 9})
+    sns.heatmap(mean, annot=texts, fmt="", cmap=colours, linewidths=1, ax=ax, annot_kws={"size": 9})
     for i, j in zip(*mean.isna().to_numpy().nonzero(), strict=True):  # seaborn leaves empty cells unlabelled
         ax.text(j + 0.5, i + 0.5, texts.iloc[i, j], ha="center", va="center", size=9)
+    readable(ax)
     ax.set(title=title, xlabel="sampler setting", ylabel="denominator")
     ax.tick_params(axis="y", rotation=0)
     ax.grid(False)
@@ -45,11 +46,11 @@ def cells(summary: pd.DataFrame, quantity: str, title: str, better: str = "low")
 def survival(curves: pd.DataFrame, title: str) -> tuple[Figure, str]:
     """Share of runs alive by iteration, one line an arm. curves: as of `ablation.survival`, of one data set."""
     fig, ax = plt.subplots(figsize=(7, 3.6))
-    for arm, part in curves.groupby("arm", sort=False):
+    for i, (arm, part) in enumerate(curves.groupby("arm", sort=False)):
         style = {"color": ARM_COLORS[arm], "dashes": ARM_DASHES[arm] or (None, None)}
         label = f"{arm} (n = {part['n'].iloc[0]})"
-        ax.plot(part["step"], part["alive"], drawstyle="steps-post", lw=2, label=label, **style)
-    ax.set(title=title, xlabel="iteration", ylabel="share of runs alive", ylim=(-0.03, 1.05))
+        ax.plot(part["step"], part["alive"] - 0.02 * i, drawstyle="steps-post", lw=2, label=label, **style)
+    ax.set(title=title, xlabel="iteration", ylabel="share of runs alive\n(lines set 0.02 apart)", ylim=(-0.11, 1.05))
     fig.legend(*ax.get_legend_handles_labels(), loc="outside right center", frameon=False)
     ends = curves.groupby("arm", sort=False)["alive"].last()
     return fig, f"{title}. Alive at the end: " + ", ".join(f"{arm} {share:.0%}" for arm, share in ends.items()) + "."

@@ -60,25 +60,33 @@ def _tile(ax: Axes, tiles: Tensor) -> None:
 def energies(
     histories: Mapping[str, Sequence[pd.DataFrame]], title: str, endings: Mapping[str, str]
 ) -> tuple[Figure, str]:
-    """Mean energy of data and of samples through training, a panel a method; one line a seed.
+    """Mean energies of data and samples through training, a panel a method, and below their gap on one scale for all.
 
-    histories: method -> one frame a seed, with columns step, energy_data, energy_samples (nats); endings: as of
-    `sample_grid`.
+    histories: method -> one frame a seed, with columns step, energy_data, energy_samples, energy_gap (nats); endings:
+    as of `sample_grid`. One line a seed.
     """
     shown = {name: runs for name, runs in histories.items() if "energy_samples" in runs[0]}
-    fig, axes = plt.subplots(1, max(len(shown), 1), figsize=(3 * max(len(shown), 1), 3), squeeze=False, sharex=True)
-    for ax, (name, runs) in zip(axes[0], shown.items(), strict=True):
+    columns = max(len(shown), 1)
+    layout = {"sharex": True, "squeeze": False, "height_ratios": [3, 2]}
+    fig, axes = plt.subplots(2, columns, figsize=(3 * columns, 4.8), **layout)
+    for (above, below), (name, runs) in zip(axes.T, shown.items(), strict=True):
         for i, run in enumerate(runs):
             data, samples = ("data", "samples") if i == 0 else (None, None)
-            ax.plot(run["step"], run["energy_data"], color=METHOD_COLORS[name], label=data)
-            ax.plot(run["step"], run["energy_samples"], color="black", lw=1, ls=(0, (3, 1.5)), label=samples)
-        _name(ax, name, endings)
-        ax.set_xlabel("iteration")
-        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+            above.plot(run["step"], run["energy_data"], color=METHOD_COLORS[name], label=data)
+            above.plot(run["step"], run["energy_samples"], color="black", lw=1, ls=(0, (3, 1.5)), label=samples)
+            below.plot(run["step"], run["energy_gap"], color=METHOD_COLORS[name])
+        _name(above, name, endings)
         # a diverging run leaves the range of the others by orders of magnitude
         if max(run["energy_data"].abs().max() for run in runs) > 1000:
-            ax.set_yscale("symlog", linthresh=100)
+            above.set_yscale("symlog", linthresh=100)
+        below.set_xlabel("iteration")
+        below.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        below.axhline(0, color="0.4", lw=0.8)
+        below.set_yscale("symlog", linthresh=1)
+        below.sharey(axes[1, 0])
+        below.label_outer(remove_inner_ticks=True)
     axes[0, 0].set_ylabel("mean energy E(x) (nats)")
+    axes[1, 0].set_ylabel("E(samples) − E(data)\n(nats, one scale for all)")
     if shown:
         axes[0, 0].legend(frameon=False)
     fig.suptitle(title, parse_math=False)

@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator
 
+from jemlib.figures import readable
+
 
 def maps(
     counts: pd.DataFrame,
@@ -56,6 +58,7 @@ def maps(
         ax.set_facecolor("0.85")
         for i, j in zip(*number.isna().to_numpy().nonzero(), strict=True):  # seaborn leaves empty cells unlabelled
             ax.text(j + 0.5, i + 0.5, texts.iloc[i, j], ha="center", va="center", size=8)
+        readable(ax)
         if marked is not None:
             for row in marked[marked[panel] == name].to_dict("records"):
                 corner = (order["columns"].index(row[x]), order["index"].index(row[y]))

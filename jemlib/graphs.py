@@ -31,14 +31,15 @@ def graphed(function: Function, generator: torch.Generator) -> Function:
 
     def run(*inputs: Tensor | None) -> Any:
         key = tuple(None if x is None else (x.shape, x.dtype, x.stride()) for x in inputs)
-        if key not in found:
-            found[key] = _capture(function, inputs, generator)
-        graph, static, outputs = found[key]
-        for place, value in zip(static, inputs, strict=True):
-            if place is not None:
-                place.copy_(value)
-        graph.replay()
-        return tree_map(torch.clone, outputs)
+        with torch.cuda.device(generator.device):  # streams and graphs are of the current one
+            if key not in found:
+                found[key] = _capture(function, inputs, generator)
+            graph, static, outputs = found[key]
+            for place, value in zip(static, inputs, strict=True):
+                if place is not None:
+                    place.copy_(value)
+            graph.replay()
+            return tree_map(torch.clone, outputs)
 
     return run
 
@@ -47,7 +48,7 @@ def _capture(function: Function, inputs: tuple[Tensor | None, ...], generator: t
     static = tuple(None if x is None else x.clone() for x in inputs)
     state = generator.get_state()
     # a first run outside the graph: libraries choose kernels and make workspaces in it
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream(generator.device)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         function(*static)
@@ -55,6 +56,6 @@ def _capture(function: Function, inputs: tuple[Tensor | None, ...], generator: t
     generator.set_state(state)
     graph = torch.cuda.CUDAGraph()
     graph.register_generator_state(generator)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):  # torch's own choice is one stream for all devices
         outputs = function(*static)
     return _Captured(graph, static, outputs)

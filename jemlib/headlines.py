@@ -11,8 +11,8 @@ import pandas as pd
 from jemlib.config import TrainConfig
 
 _TABLES = {
-    "mnist_methods": ("MNIST", ["accuracy", "nll", "energy_gap", "class_agreement", "frechet"]),
-    "cifar10_methods": ("CIFAR-10", ["accuracy", "nll", "energy_gap", "class_agreement", "frechet"]),
+    "mnist_methods": ("MNIST", ["accuracy", "nll", "energy_gap", "class_agreement", "frechet", "frechet_buffer"]),
+    "cifar10_methods": ("CIFAR-10", ["accuracy", "nll", "energy_gap", "class_agreement", "frechet", "frechet_buffer"]),
     "toy_methods": ("Toy, exact figures in nats", ["kl_nats", "kl_to_optimum", "mi_nats"]),
 }
 
@@ -57,7 +57,8 @@ def _cell(values: pd.Series) -> str:
     found = values.dropna()
     if found.empty:
         return "–"
-    spread = f" ± {found.std():.2g}" if len(found) > 1 else ""
+    deviation = found.std() if found.std() >= 5e-4 else 0.0  # below the last digit of the mean
+    spread = f" ± {deviation:.2g}" if len(found) > 1 else ""
     return f"{found.mean():.3g}{spread}" if abs(found.mean()) >= 1 else f"{found.mean():.3f}{spread}"
 
 
@@ -74,6 +75,8 @@ def _about(folder: Path, table: pd.DataFrame) -> str:
     threads = f"{record['threads']} CPU thread{'s' if record['threads'] > 1 else ''}"
     each = f"{config['batch_size']} {'points' if config['network'] == 'mlp' else 'images'}"
     budget = f"{config['n_iterations']} iterations of {each} and {config['n_steps']} SGLD steps"
+    if "n_frechet" in table:
+        budget += f", {table['n_frechet'].max()} fresh chains"
     where = f"commit {commit}{', changed' if record['dirty'] else ''}, {threads}, {record['cpu']}"
     return f"{record['data']['source']}, {TrainConfig(**config).network_name()}, {budget} ({where})"
 
@@ -102,16 +105,20 @@ def methods(table: pd.DataFrame) -> str:
 
 
 def ablation(table: pd.DataFrame) -> str:
-    """Of the ablation's runs: how many each arm lost, over all settings."""
+    """Of the ablation's runs: how many each arm lost, over all settings of all data sets."""
     lost = (table["status"] != "ok").groupby(table["arm"], sort=False)
     said = ", ".join(f"{arm} {int(part.sum())} of {len(part)}" for arm, part in lost)
-    return f"Runs lost over {table['setting'].nunique()} sampler settings: {said}."
+    return f"Runs lost over {len(table[['dataset', 'setting']].drop_duplicates())} sampler settings: {said}."
 
 
 def detection(calibrated: pd.DataFrame, detected: pd.DataFrame) -> str:
-    """Of the calibration and OOD tables: the first data set's ECE before scaling, and mean AUROC of log p(x)."""
+    """Of the calibration and OOD tables: the first data set's ECE before scaling, and mean AUROC of log p(x).
+
+    Diverged runs are left out.
+    """
     name = detected["in_dataset"].iloc[0]
-    here = detected[(detected["in_dataset"] == name) & (detected["score"] == "log_px")]
+    chosen = (detected["in_dataset"] == name) & (detected["score"] == "log_px") & (detected["status"] == "ok")
+    here = detected[chosen]
     auroc = here.groupby("method", sort=False)["auroc"].mean()
     unscaled = calibrated["scaling"] == calibrated["scaling"].iloc[0]
     ece = calibrated[calibrated["model"].isin(here["model"]) & unscaled].groupby("method", sort=False)["ece"].mean()

@@ -95,7 +95,11 @@ def _idx(name: str, _: Dataset, n: int, generator: torch.Generator, data_dir: st
 
 
 def _cifar10(_: Dataset, n: int, generator: torch.Generator, data_dir: str | Path) -> Tensor | NotAvailable:
-    found = images.cifar10(data_dir, n_train=1, n_val=0)
+    try:
+        found = images.cifar10(data_dir, n_train=1, n_val=0)
+    except DataError as error:
+        tell(f"no CIFAR10: {error}")
+        return NotAvailable("CIFAR10 is neither here nor to be downloaded")
     if found.source == images.STAND_IN:
         return NotAvailable("CIFAR10 is neither here nor to be downloaded")
     return _bytes(_draw(found.test.x, n, generator))

@@ -34,8 +34,13 @@ def choose(precision: str, device: torch.device) -> torch.dtype:
 
 
 def prepare(precision: str, device: torch.device) -> None:
-    """On CUDA: TF32 for what is left in float32, unless float32 was asked for by name. A setting of the process."""
+    """On CUDA: TF32 for what is left in float32, unless float32 was asked for by name; convolutions that repeat.
+
+    cuDNN's default may choose kernels that add in no fixed order; without them equal runs agree bit for bit. Matrix
+    products do so already: torch gives every stream a cuBLAS workspace of its own. Settings of the process.
+    """
     if device.type == "cuda":
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "float32"
 
 

@@ -140,6 +140,27 @@ def sentence(counts: pd.DataFrame, region: pd.DataFrame, dies: str = "jem", live
     return "\n".join(said)
 
 
+def beside_prediction(counts: pd.DataFrame, predicted: pd.DataFrame, dies: str = "jem", lives: str = "st_jem") -> str:
+    """Two measured sentences: `lives` against `predictions` of it, and how far off the survivors of `dies` are.
+
+    Of the settings with exact KL, medians over seeds.
+    """
+    exact_ones = counts.dropna(subset=["kl_nats"])
+    ours, theirs = (exact_ones.loc[exact_ones["method"] == name, "kl_nats"] for name in (lives, dies))
+    bounds = predicted.loc[predicted["method"] == lives, "kl_nats"].dropna()
+    said = (
+        f"{lives}, {len(ours)} settings: {ours.min():.3f} to {ours.max():.3f} nats from the data, predicted "
+        f"{bounds.min():.3f} to {bounds.max():.3f}; {(ours > bounds.max()).sum()} settings lie above that.\n"
+    )
+    side = exact_ones.pivot_table("kl_nats", SETTING, "method")
+    closer = (side[dies] < side[lives]).sum() if {dies, lives} <= set(side) else 0
+    far = (theirs > 1).sum()
+    return said + (
+        f"{dies}, {len(theirs)} settings with survivors: in {far} they are more than 1 nat from the data; "
+        f"in {closer} they are nearer than {lives}."
+    )
+
+
 def verdict(counts: pd.DataFrame) -> pd.DataFrame:
     """Per data set and method: runs, survivors, cells that lost at least half, its best and worst live cell.
 

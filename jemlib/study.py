@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -211,6 +210,29 @@ def without_chance(notebook: Any) -> Any:
     return notebook
 
 
+def without_folder(notebook: Any, path: str, name: str) -> None:
+    """Put `name` for the folder `path` in the text of a notebook; pictures, and paths that are others, stay."""
+    # either a picture inside HTML, which is kept, or the path: whole, or followed by what lies in it
+    start, end = r"(?:(?<![\w.~+-])|(?<=\\[nrt]))", r"(?![\w~+-]|\.\w)"
+    pattern = re.compile(rf"(data:image/[^\s\"'<>]*)|{start}{re.escape(path)}{end}")
+
+    def named(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda match: match[1] or name, value)
+        if isinstance(value, dict):
+            return {key: named(part) for key, part in value.items()}
+        return [named(part) for part in value] if isinstance(value, list) else value
+
+    notebook.metadata["papermill"] = named(notebook.metadata.get("papermill", {}))
+    for cell in notebook.cells:
+        cell["source"] = named(cell.source)
+        for output in cell.get("outputs", []):
+            for key in {"text", "evalue", "traceback"} & output.keys():
+                output[key] = named(output[key])
+            data = output.get("data", {})
+            data.update({kind: named(value) for kind, value in data.items() if kind.startswith("text/")})
+
+
 def _finish(root: Path, stem: str, about: dict[str, Any], failure: str | None, given: dict[str, Any]) -> None:
     """Write the page of an executed notebook, and its copy under the final name where it did not fail.
 
@@ -227,10 +249,10 @@ def _finish(root: Path, stem: str, about: dict[str, Any], failure: str | None, g
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(f"# {stem}")])
     notebook.metadata["jemlib"] = about | ({"failure": failure} if failure else {})
     notebook.metadata.setdefault("papermill", {}).update(input_path=f"{stem}.ipynb", output_path=f"{stem}.ipynb")
-    content = nbformat.writes(without_chance(notebook))
     for name in () if failure else ("results_dir", "data_dir"):
         if os.path.isabs(path := given.get(name, "")):
-            content = content.replace(json.dumps(path, ensure_ascii=False)[1:-1], f"<{name}>")
+            without_folder(notebook, path, f"<{name}>")
+    content = nbformat.writes(without_chance(notebook))
     reports.write_page(root, nbformat.reads(content, as_version=4), stem)
     if failure:
         write_atomic(unfinished, content.encode())

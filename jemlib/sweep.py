@@ -79,6 +79,8 @@ def read_file(path: Path) -> tuple[dict[str, list[Any]], str | None]:
         raise ParameterError(f"{path.name}: Unknown entry '{next(iter(content))}': there are grid, seeds.")
     if isinstance(seeds, list):
         seeds = ",".join(map(str, seeds))
+    if seeds is not None and not (seeds := str(seeds).strip()):
+        raise ParameterError(f"{path.name}: seeds gives none; write 0-2 or 0,3, or leave the entry out.")
     return {name: value if isinstance(value, list) else [value] for name, value in grid.items()}, seeds
 
 
@@ -146,7 +148,7 @@ def run(
 
     0: every cell is done, diverged ones included; 1: one raised or was not run; 130: interrupted. out: a folder under
     results/sweeps, or an absolute path; scheduler: address of a dask scheduler, a local cluster without it; workers:
-    of the local cluster, 0 takes what cores and memory allow.
+    of the local cluster, 0 takes what cores and memory allow, and one where there is a GPU.
     """
     from filelock import FileLock, Timeout
 

@@ -41,8 +41,7 @@ class Reference(NamedTuple):
         method leaves it free, and nan where there is no optimum; mi_nats: I(X; Y) of the model.
         """
         mass = self.space.log_mass
-        with torch.no_grad():
-            logits = model.logits(self.space.points.float()).double()
+        logits = _logits(model, self.space)
         log_p = exact.log_joint(logits, mass)
         given_label = exact.log_conditional(logits, mass) + exact.log_labels(self.log_data, mass)
         optimum = math.nan
@@ -74,9 +73,15 @@ class ToyRun(NamedTuple):
 
     def density(self) -> Tensor:
         """The model's p(x) on the reference's grid, (S,)."""
-        with torch.no_grad():
-            logits = self.result.model.logits(self.reference.space.points.float()).double()
+        logits = _logits(self.result.model, self.reference.space)
         return exact.log_marginal(logits, self.reference.space.log_mass).exp()
+
+
+def _logits(model: JEM, space: Space) -> Tensor:
+    """The model's logits on the grid, (S, K), double and on the CPU, wherever the model is."""
+    device = next((p.device for p in model.parameters()), None)
+    with torch.no_grad():
+        return model.logits(space.points.float().to(device)).cpu().double()
 
 
 def dataset(name: str, n: int, seed: int) -> Dataset:

@@ -19,7 +19,7 @@ from torch import Tensor
 from jemlib import distributed, nets, objectives, precision
 from jemlib.chains import chain_runner, class_gaussians
 from jemlib.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
-from jemlib.config import TrainConfig, learning_rate
+from jemlib.config import ConfigError, TrainConfig, learning_rate
 from jemlib.data import Labelled
 from jemlib.energy import JEM, energy_from_logits
 from jemlib.images import augment
@@ -66,11 +66,18 @@ def build_model(config: TrainConfig, shape: tuple[int, ...], n_classes: int) -> 
 
 
 def pick_device(name: str) -> torch.device:
-    """The named device; "auto" takes CUDA, then Apple's MPS, then the CPU."""
-    if name != "auto":
+    """The named device; "auto" takes CUDA, then Apple's MPS, then the CPU. ConfigError for one that is not here."""
+    if name == "cpu":
         return torch.device(name)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator or torch.device("cpu")
+    if name == "auto":
+        return accelerator or torch.device("cpu")
+    there = ["cpu"]
+    if accelerator is not None:
+        there += [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count()))]
+    if name not in there:
+        raise ConfigError(f"there is no device {name!r} here; choose from auto, {', '.join(there)}")
+    return torch.device(name)
 
 
 def fit(
@@ -295,6 +302,7 @@ class _Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "buffer": None if self.buffer is None else self.buffer.state_dict(),
+            "device": self.device.type,
             "rng_data": self.rng_data.get_state(),
             "rng_chains": self.rng_chains.get_state(),
         }
@@ -307,14 +315,20 @@ class _Run:
                 f"{path} holds a run of another configuration ({state.get('hash')}, not {self.hash}); "
                 "move it away, or train anew with --force"
             )
+        unfinished, device = state.get("status") == "running", state.get("device", self.device.type)
+        if unfinished and device != self.device.type:  # random streams of one kind of device are none of another
+            raise CheckpointError(
+                f"{path} holds an unfinished run that was started on {device}; go on there, or train anew with --force"
+            )
         state = copy.deepcopy(state)
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             if state["buffer"] is not None:
                 self.buffer = ReplayBuffer.from_state(state["buffer"], self.device, self.buffer.starts)
-            self.rng_data.set_state(state["rng_data"])
-            self.rng_chains.set_state(state["rng_chains"])
+            if unfinished:  # nothing is drawn after the end, which may be read on any device
+                self.rng_data.set_state(state["rng_data"])
+                self.rng_chains.set_state(state["rng_chains"])
             for name in self._PLAIN:
                 setattr(self, name, state[name])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:

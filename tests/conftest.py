@@ -1,6 +1,12 @@
-"""Tests use tiny tensors: one thread is faster than several, and results do not depend on the number of cores."""
+"""Tests use tiny tensors: one thread is faster than several, and results do not depend on the number of cores.
 
+Nor on a GPU: device "auto" is the CPU here, in the tests' own processes too.
+"""
+
+import os
 from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for one
 
 import matplotlib.pyplot as plt
 import pytest

@@ -20,10 +20,17 @@ from jemlib.results import ResultsError, Store
 
 def test_golden_rates():
     apart = rates([3, 4, 5], [0, 1, 2])
-    assert apart == {"auroc": 1.0, "aupr": 1.0, "fpr95": 0.0, "n_in": 3, "n_out": 3}
+    assert apart == {"auroc": 1.0, "auroc_se": 0.0, "aupr": 1.0, "fpr95": 0.0, "n_in": 3, "n_out": 3}
     swapped = rates([0, 1, 2], [3, 4, 5])
     assert swapped["auroc"] == 0.0 and swapped["fpr95"] == 1.0
     assert rates([1, 1], [1, 1, 1])["auroc"] == 0.5, "ties count one half"
+
+
+def test_the_standard_error_of_an_auroc_is_the_spread_over_draws():
+    draws = np.random.default_rng(0)
+    found = [rates(draws.exponential(4, 100), draws.exponential(1, 150)) for _ in range(400)]
+    spread = np.std([one["auroc"] for one in found])
+    assert np.mean([one["auroc_se"] for one in found]) == pytest.approx(spread, rel=0.15)
 
 
 def test_scores_near_98_are_ranked_as_they_are():

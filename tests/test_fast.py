@@ -71,6 +71,17 @@ def test_auto_takes_what_the_device_has(monkeypatch):
     assert not precision.has_bfloat16(torch.device("mps"))
 
 
+def test_on_cuda_convolutions_repeat():
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    with cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
+        precision.prepare("float32", CPU)
+        assert (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32) == (True, False, True)
+        precision.prepare("float32", torch.device("cuda"))
+        assert (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32) == (False, True, False)
+    matmul.allow_tf32 = before
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_energies_in_bfloat16_are_near_those_in_float32(channels_last):
     torch.manual_seed(0)
@@ -128,13 +139,15 @@ def test_a_runner_follows_the_weights_and_is_sgld():
     x, y = images(12)
     model = build_model(config, (1, 8, 8), 10)
     for name in ("float32", "bfloat16"):
-        move = chain_runner(model, config.replace(precision=name), rng())
-        move(x, y)
+        generator = rng(5)
+        move = chain_runner(model, config.replace(precision=name), generator)
+        before, _ = move(x, y)
         with torch.no_grad():
-            model.backbone[-1].weight.mul_(2)
-        move = chain_runner(model, config.replace(precision=name), rng()) if name == "float32" else move
+            model.backbone[-1].weight.normal_(generator=rng(6)).mul_(2 if name == "float32" else 1)
+        generator.manual_seed(5)
         moved, _ = move(x, y)
-        assert not torch.equal(moved, x)
+        anew, _ = chain_runner(model, config.replace(precision=name), rng(5))(x, y)
+        assert torch.equal(moved, anew) and not torch.equal(moved, before)
     fresh, _ = chain_runner(model, config.replace(precision="float32"), rng(5), n_steps=2)(x, None)
     options = {"step_size": 1.0, "noise_std": 0.01, "max_rms_step": 0.1, "bounds": (-1.0, 1.0), "n_steps": 2}
     assert torch.equal(fresh, sgld(model, x, **options, generator=rng(5))[0])

@@ -35,7 +35,7 @@ def test_training_curves_say_gaps_and_endings():
     )
     histories = {"softmax": [frame[["step", "val_accuracy", "val_nll"]]], "st_jem": [frame]}
     fig, alt = figures_images.energies(histories, "title", {"st_jem": "diverged at step 2"})
-    assert len(fig.axes) == 1 and "st_jem 0.5" in alt and "st_jem diverged at step 2" in alt
+    assert len(fig.axes) == 2 and "st_jem 0.5" in alt and "st_jem diverged at step 2" in alt
     _, alt = figures_images.learning_curves(histories, "title")
     assert "softmax 0.900, st_jem 0.900" in alt
 

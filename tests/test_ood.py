@@ -1,5 +1,6 @@
 """Out-of-distribution sets: in the shape and range of the model's own images, the same on every run."""
 
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,30 @@ def test_files_that_are_not_whole_are_not_used(tmp_path):
     (tmp_path / "data" / "test_32x32.mat").write_bytes(b"<html>")
     found = ood_sets(pictures(), ["SVHN"], 5, seed=0, data_dir=tmp_path / "data")["SVHN"]
     assert found.reason == "the files of SVHN are damaged or not whole"
+
+
+def test_a_cifar10_that_is_damaged_is_a_value_too(tmp_path):
+    (tmp_path / "data" / "cifar10" / "train").mkdir(parents=True)
+    found = ood_sets(pictures(), ["CIFAR10", "uniform"], 5, seed=0, data_dir=tmp_path / "data")
+    assert found["CIFAR10"].reason == "CIFAR10 is neither here nor to be downloaded"
+    assert found["uniform"].shape == (5, 3, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (subprocess.CalledProcessError(1, "python", stderr="Traceback\nURLError: refused\n\n"), "URLError: refused"),
+        (subprocess.CalledProcessError(1, "python", stderr=" \n"), "Command 'python' returned non-zero exit status 1."),
+        (subprocess.TimeoutExpired("python", 600, stderr=b"half \xff\n"), "half \ufffd"),
+        (subprocess.TimeoutExpired("python", 600), "Command 'python' timed out after 600 seconds"),
+        (OSError(), ""),
+    ],
+)
+def test_a_failed_download_says_its_last_line(monkeypatch, error, said):
+    monkeypatch.setattr(data.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(error))
+    with pytest.raises(DataError) as caught:
+        data.torchvision_root("SVHN", "test_32x32.mat", split="test")
+    assert str(caught.value) == f"SVHN could not be fetched ({said})"
 
 
 def test_the_in_distribution_set_is_no_ood_set():

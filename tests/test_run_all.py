@@ -3,8 +3,10 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -112,6 +114,55 @@ def test_conda_once_then_never_again_and_repair(copy, tools, tmp_path):
         file.write("      - einops==0.8.1\n")
     done, lines = start(CHECK="0")
     assert "einops==0.8.1" in lines[0] and len(lines) == 3
+
+
+@pytest.fixture(params=["flock", "mkdir"])
+def start(request, copy, tools, tmp_path):
+    """Starts run_all.sh with a conda that takes NAP seconds, in a shell that locks in one of its two ways."""
+    names = ["sleep", *(["flock"] if request.param == "flock" else [])]
+    if not all(map(shutil.which, names)):
+        pytest.skip(f"needs {', '.join(names)}")
+    for name in names:
+        (tools / name).symlink_to(shutil.which(name))
+    text = 'echo "conda" >> "$LOG"; sleep "$NAP"; mkdir -p "$5/bin"; cat "$RECORDER" > "$5/bin/python"; '
+    script(tools / "conda", text + 'chmod +x "$5/bin/python"')
+    recorder = script(tmp_path / "recorder", RECORDER)
+
+    def call(nap):
+        environment = {"PATH": str(tools), "LOG": str(tmp_path / "log"), "RECORDER": str(recorder), "CHECK": "0"}
+        command = ["bash", str(copy / "run_all.sh"), "--seed", "3"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        environment["NAP"] = str(nap)
+        return subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes)
+
+    return call
+
+
+def test_two_first_starts_at_once_make_one_environment(start, tmp_path):
+    processes = [start(1), start(1)]
+    printed = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [7, 7], printed
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert sorted(line.split()[-1] for line in lines if "install" not in line) == ["3", "3", "conda"]
+    assert sum("install" in line for line in lines) == 2
+    assert sorted(text.count("waiting for it") for text in printed) == [0, 1]
+
+
+def test_a_start_that_was_killed_leaves_nothing_locked(start, tmp_path):
+    first = start(20)  # its conda outlives it
+    for _ in range(300):
+        if (tmp_path / "log").is_file():
+            break
+        time.sleep(0.1)
+    first.kill()
+    first.wait()
+    second = start(0)
+    try:
+        second.wait(timeout=15)
+    finally:
+        second.kill()
+        os.killpg(first.pid, signal.SIGKILL)
+    assert second.returncode == 7
 
 
 def test_an_active_environment_with_the_pins_is_used(copy, tmp_path):

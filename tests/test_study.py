@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from click.testing import CliRunner
-from nbformat.v4 import new_code_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from jemlib import cli, study
 from jemlib.parameters import ParameterError, coerce, declarations
@@ -222,6 +222,33 @@ def test_executed_copies_hold_nothing_that_chance_decides(folder, tmp_path):
     assert copies[0] == copies[1]
     first, second = (data["text/html"] for data in copies[0][:2])
     assert "color: red" in first and "T_3_0_row0_col0" in first and "T_3_0" not in second, "ids differ within a page"
+
+
+@pytest.mark.parametrize("path", ["/d", "/data"])
+def test_a_folder_is_named_in_text_and_nowhere_else(path):
+    picture = f"iVBORw0K{path}/AAAA{path}=="
+    others = f"{path}base /home{path} {path}.bak {path}-old a{path}/b"
+    html = f'<img src="data:image/png;base64,+{path}/{picture}"><a href="file://{path}/x">'
+    output = new_output("display_data", {"text/plain": f"'{path}'", "text/html": html, "image/png": picture})
+    stream = new_output("stream", text=f"read {path}, then {path}/MNIST\nin {path}.\n{others}\n{path}")
+    notebook = new_notebook(cells=[new_code_cell(f'data_dir = "{path}"', outputs=[output, stream])])
+    notebook.metadata["papermill"] = {"parameters": {"data_dir": path, "n": 1, "sets": [f"{path}/a", others]}}
+    study.without_folder(notebook, path, "<data_dir>")
+    nbformat.validate(notebook)
+    assert notebook.metadata.papermill.parameters == {
+        "data_dir": "<data_dir>",
+        "n": 1,
+        "sets": ["<data_dir>/a", others],
+    }
+    (cell,) = notebook.cells
+    assert cell.source == 'data_dir = "<data_dir>"'
+    shown = {
+        "text/plain": "'<data_dir>'",
+        "text/html": html.replace(f"//{path}/x", "//<data_dir>/x"),
+        "image/png": picture,
+    }
+    assert cell.outputs[0].data == shown
+    assert cell.outputs[1].text == f"read <data_dir>, then <data_dir>/MNIST\nin <data_dir>.\n{others}\n<data_dir>"
 
 
 def test_a_file_that_has_gone_is_named_before_the_notebook_that_needs_it(folder, tmp_path, capfd):

@@ -53,6 +53,9 @@ def test_grid_seeds_and_file(tmp_path):
     assert sweep.parse_seeds("0-2,7") == [0, 1, 2, 7]
     (tmp_path / "grid.yaml").write_text("grid: {n: [1, 2], method: jem}\nseeds: [0, 3]\n")
     assert sweep.read_file(tmp_path / "grid.yaml") == ({"n": [1, 2], "method": ["jem"]}, "0,3")
+    for text, seeds in (("seeds: 0", "0"), ("seeds: 0-2", "0-2"), ("seeds: [0]", "0"), ("seeds:", None), ("", None)):
+        (tmp_path / "grid.yaml").write_text(text)
+        assert sweep.read_file(tmp_path / "grid.yaml") == ({}, seeds)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,7 @@ def test_a_malformed_grid_is_refused(call, message):
         call()
 
 
-@pytest.mark.parametrize("text", ["grids: {n: 1}", "grid: [1", "grid: 3", "- 1"])
+@pytest.mark.parametrize("text", ["grids: {n: 1}", "grid: [1", "grid: 3", "- 1", "seeds: []", "seeds: ''"])
 def test_a_malformed_file_is_refused(tmp_path, text):
     (tmp_path / "grid.yaml").write_text(text)
     with pytest.raises(ParameterError, match=r"grid\.yaml"):
@@ -134,9 +137,22 @@ def test_command_line(notebook, tmp_path, monkeypatch):
     assert CliRunner().invoke(cli.main, arguments).exit_code == 1
     ((_, grid, out), options) = calls[0]
     assert grid == {"n": ["5"], "lr": [1], "seed": [0, 1]} and out == "cell" and options["scheduler"] == "tcp://x:1"
+    (tmp_path / "grid.yaml").write_text("seeds: 0\n")
+    CliRunner().invoke(cli.main, arguments[:4])
+    assert calls[1][0][1] == {"seed": [0]}
+    result = CliRunner().invoke(cli.main, [*arguments[:2], "--seeds", ""])
+    assert result.exit_code == 2 and "0-2 or 0,3" in result.output
     monkeypatch.undo()
     result = CliRunner().invoke(cli.main, ["sweep", str(notebook), "--grid", "nn=1", "--out", str(tmp_path / "out")])
     assert result.exit_code == 2 and "Unknown parameter 'nn'" in result.output
+
+
+@pytest.mark.parametrize(("gpus", "workers"), [(0, 3), (1, 1), (4, 1)])
+def test_cells_share_no_gpu(monkeypatch, gpus, workers):
+    monkeypatch.setattr(executor.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(executor, "_cores", lambda: 3)
+    monkeypatch.setattr("distributed.system.MEMORY_LIMIT", 2**40)
+    assert executor._fitting_workers(10) == workers
 
 
 # --- one cell ---

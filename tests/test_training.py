@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jemlib import objectives, training
-from jemlib.checkpoints import CheckpointError, load_checkpoint
+from jemlib.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
 from jemlib.config import ConfigError, TrainConfig, learning_rate
 from jemlib.data import Labelled
 from jemlib.training import fit
@@ -175,6 +175,31 @@ def test_a_checkpoint_of_another_run_is_named_not_loaded(blobs, tmp_path):
         fit(small(lr=0.5), blobs, 2, checkpoint=path)
     with pytest.raises(CheckpointError, match="another configuration"):
         fit(small(), blobs, 2, checkpoint=path, data_id="other data")
+
+
+def test_a_run_of_another_device_is_read_where_it_is_finished_and_named_where_not(blobs, tmp_path):
+    """A generator of CUDA has a state of 16 bytes, which none of the CPU takes."""
+    path = tmp_path / "run.pt"
+    first = fit(small(), blobs, 2, checkpoint=path)
+    elsewhere = dict.fromkeys(("rng_data", "rng_chains"), torch.zeros(16, dtype=torch.uint8)) | {"device": "cuda"}
+    state = load_checkpoint(path) | elsewhere
+    save_checkpoint(path, state)
+    again = fit(small(), blobs, 2, checkpoint=path)
+    assert not again.trained_now and same(first.model.state_dict(), again.model.state_dict())
+    save_checkpoint(path, state | {"status": "running"})
+    with pytest.raises(CheckpointError, match="was started on cuda; go on there, or train anew with --force"):
+        fit(small(), blobs, 2, checkpoint=path)
+    del state["device"]  # as checkpoints were before
+    save_checkpoint(path, state | {"status": "running"})
+    with pytest.raises(CheckpointError, match="earlier version"):
+        fit(small(), blobs, 2, checkpoint=path)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda", "cuda:0", "cpu:7", ""])
+def test_a_device_that_is_not_there_is_one_sentence(name, blobs, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=f"no device '{name}' here; choose from auto, cpu$"):
+        fit(small(device=name), blobs, 2)
 
 
 def test_fixed_proposals_replace_the_sampler(blobs):

@@ -45,6 +45,17 @@ def test_the_plain_iteration_is_the_same_algorithm():
         assert torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", [*SMALL, "WRN-10-2"])
+def test_the_plain_network_is_of_torchs_own_layers(name):
+    case = CASES[name]
+    iteration = Iteration(case, batch=4, n_steps=1, precision="float32", device=torch.device("cpu"))
+    model, plain = iteration.run.model, iteration.plain.model
+    assert not [module for module in plain.modules() if type(module).__module__ == "jemlib.layers"]
+    assert name == "toy MLP" or [module for module in model.modules() if type(module).__module__ == "jemlib.layers"]
+    x = torch.rand(4, *case.shape, generator=rng())
+    assert torch.allclose(plain.logits(x), model.logits(x), atol=1e-5)
+
+
 def test_sgld_step(benchmark, iteration):
     options = {"n_steps": 1, "step_size": 1.0, "noise_std": 0.01, "bounds": (-1.0, 1.0), "generator": rng()}
     benchmark(sgld, iteration.run.model, iteration.x, **options)

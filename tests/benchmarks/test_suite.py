@@ -1,13 +1,16 @@
 """`python -m jemlib benchmark`: its table, its refusals, and the README's rendering of it."""
 
+import subprocess
+
 import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner
 
 from jemlib import benchmark, readme, savings
+from jemlib.checkpoints import CheckpointError
 from jemlib.cli import main
-from jemlib.data import Dataset, Labelled
+from jemlib.data import DataError, Dataset, Labelled
 
 CPU = torch.device("cpu")
 
@@ -23,7 +26,7 @@ def tiny(monkeypatch):
 def test_the_suite_writes_tables_that_the_readme_shows(tiny, tmp_path, monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(benchmark, "_memory_elsewhere", lambda case, which, *a: {"ours": 1.0, "plain": 2.0}[which])
-    done = CliRunner().invoke(main, ["benchmark", "--out", str(tmp_path)])
+    done = CliRunner().invoke(main, ["benchmark", "--precision", "float32", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     table = pd.read_csv(tmp_path / "tables" / "benchmark.csv")
     assert list(table["what"]) == ["sgld step", "iteration"] and table.loc[1, "memory_ratio"] == 0.5
@@ -41,6 +44,27 @@ def test_the_suite_writes_tables_that_the_readme_shows(tiny, tmp_path, monkeypat
 def test_mistakes_are_one_sentence(arguments, message):
     done = CliRunner().invoke(main, ["benchmark", *arguments])
     assert done.exit_code == 2 and message in done.output
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (DataError("MNIST is nowhere"), "Error: MNIST is nowhere"),
+        (CheckpointError("a.pt is damaged"), "Error: a.pt is damaged"),
+        (subprocess.CalledProcessError(3, "python", stderr="Traceback\nKilled"), "ended with exit code 3: Killed"),
+        (subprocess.CalledProcessError(-9, "python", stderr=" "), "ended with exit code -9: it said nothing"),
+    ],
+)
+def test_what_goes_wrong_is_one_sentence_and_data_are_looked_for_first(tmp_path, monkeypatch, raised, message):
+    def fail(*_, **__):
+        raise raised
+
+    monkeypatch.setattr("jemlib.data.mnist", fail if isinstance(raised, DataError) else lambda *_, **__: "digits")
+    suite = fail if isinstance(raised, subprocess.CalledProcessError) else lambda *_, **__: None
+    monkeypatch.setattr(benchmark, "suite", pytest.fail if isinstance(raised, DataError) else suite)
+    monkeypatch.setattr(savings, "compare", fail)
+    done = CliRunner().invoke(main, ["benchmark", "--savings", "--out", str(tmp_path)])
+    assert done.exit_code == 1 and message in done.output and len(done.output.splitlines()) == 1
 
 
 def test_operations_are_those_of_the_network():
