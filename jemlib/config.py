@@ -42,7 +42,7 @@ class TrainConfig(BaseModel):
     input_scale: float = Field(1.0, gt=0)
     features: int = Field(0, ge=0)
     # optimizer: Adam
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**62)
     n_iterations: int = Field(gt=0)
     batch_size: int = Field(64, gt=0)
     lr: float = Field(1e-3, gt=0)

@@ -47,6 +47,7 @@ def run(
     given = {"profile": profile, "results_dir": results, "force": force or None, "seed": seed}
     given["data_dir"] = None if data is None else str(data.expanduser().absolute())
     plan = _plan(folder, profile, only, {name: value for name, value in given.items() if value is not None})
+    _check_data(given["data_dir"] or "")
     root = Store(results, "run").dir
     command = f"./run_all.sh --profile {profile}{'' if seed is None else f' --seed {seed}'}"
     try:
@@ -54,6 +55,16 @@ def run(
             return _run_all(plan, folder, root, profile, command)
     except Timeout:
         raise BlockingIOError(f"Another run is writing to {root}.") from None
+
+
+def _check_data(data_dir: str) -> None:
+    """ParameterError for a folder of data that is not there, while the results of an earlier run still are."""
+    from jemlib.data import DataError, data_places
+
+    try:
+        data_places(data_dir)
+    except DataError as error:
+        raise ParameterError(str(error)) from error
 
 
 def _plan(folder: Path, profile: str, only: str | None, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -275,6 +286,8 @@ def kernel_environment() -> Iterator[None]:
         write_kernel_spec(str(Path(folder, "kernels", "python3")), extra_arguments=["--log-level=CRITICAL"])
         for name, first in (("JUPYTER_PATH", folder), ("PYTHONPATH", str(repo_root()))):
             os.environ[name] = os.pathsep.join(filter(None, [first, os.environ.get(name)]))
+        if data := os.environ.get("JEMLIB_DATA"):  # a kernel works in another folder
+            os.environ["JEMLIB_DATA"] = str(Path(data).expanduser().absolute())
         os.environ.setdefault("JEMLIB_PROGRESS", "lines")
         os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # else a warning about frozen modules
         try:

@@ -99,15 +99,12 @@ def fit(
     evaluate: called with the model at every log point; its numbers join the history. proposals: (M, ...) fixed
     negatives in place of a sampler; every point of a grid makes the weighted estimator exact. lines: of progress
     that a log keeps. Under torchrun the processes share the work and return equal results; the first one writes the
-    checkpoint, where all must be able to read it. Raises ValueError for data outside [-1, 1] or too few of them,
-    CheckpointError for a checkpoint of another run.
+    checkpoint, where all must be able to read it. Raises ValueError for data that this network cannot be trained on
+    (shapes, types, values outside [-1, 1], labels outside 0..n_classes - 1, too few), CheckpointError for a checkpoint
+    of another run.
     """
-    if len(train.x) < config.batch_size:
-        raise ValueError(f"batch_size {config.batch_size} is larger than the {len(train.x)} training data")
-    if not bool(torch.isfinite(train.x).all()) or train.x.min() < -1 or train.x.max() > 1:
-        raise ValueError("training inputs must be finite and lie in [-1, 1], the range of the chains")
-    if not 0 <= int(train.y.min()) <= int(train.y.max()) < n_classes:
-        raise ValueError(f"labels must lie in 0..{n_classes - 1}")
+    _check(config, train, n_classes)
+    checkpoint = None if checkpoint is None else Path(checkpoint)
     run = _Run(config, train, n_classes, data_id, proposals)
     resumed = False
     run.world.barrier()  # so that all processes find the same checkpoint, or none
@@ -149,6 +146,27 @@ def fit(
         progress.close(run.status)
     run.world.barrier()  # whoever reads the checkpoint next finds the last one
     return run.result(trained_now=True)
+
+
+def _check(config: TrainConfig, train: Labelled, n_classes: int) -> None:
+    """One sentence, as ValueError, for data that a run of this config cannot be trained on."""
+    x, y = train
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)) or x.dtype != torch.float32 or y.dtype != torch.int64:
+        kinds = (str(getattr(part, "dtype", type(part).__name__)) for part in train)
+        raise ValueError(f"training data are tensors, x of float32 and y of int64, not {' and '.join(kinds)}")
+    if y.dim() != 1 or len(x) != len(y):
+        raise ValueError(f"there must be one label for each input: x (N, ...) and y (N,), not {x.shape} and {y.shape}")
+    wanted = "(N, features)" if config.network == "mlp" else "(N, channels, size, size)"
+    if x.dim() != wanted.count(",") + 1:
+        raise ValueError(f"the network {config.network} takes inputs {wanted}, not {tuple(x.shape)}")
+    if config.network == "conv_net" and (x.shape[2] != x.shape[3] or x.shape[2] % 2):
+        raise ValueError(f"conv_net takes square images of an even size, not {x.shape[2]} x {x.shape[3]}")
+    if len(x) < config.batch_size:
+        raise ValueError(f"batch_size {config.batch_size} is larger than the {len(x)} training data")
+    if not bool(torch.isfinite(x).all()) or x.min() < -1 or x.max() > 1:
+        raise ValueError("training inputs must be finite and lie in [-1, 1], the range of the chains")
+    if not 0 <= int(y.min()) <= int(y.max()) < n_classes:
+        raise ValueError(f"labels must lie in 0..{n_classes - 1}")
 
 
 class _Run:

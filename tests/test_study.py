@@ -286,6 +286,15 @@ def test_a_wrong_parameter_file_stops_everything_before_the_first_kernel(folder,
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_of_data_that_is_not_there_costs_no_earlier_results(folder, tmp_path, monkeypatch):
+    with pytest.raises(ParameterError, match="nowhere does not exist"):
+        study.run(data=tmp_path / "nowhere", out=tmp_path / "out", notebooks=folder)
+    monkeypatch.setenv("JEMLIB_DATA", str(tmp_path / "nor_here"))
+    with pytest.raises(ParameterError, match="nor_here does not exist"):
+        study.run(out=tmp_path / "out", notebooks=folder)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_notebook_without_tagged_parameters_is_refused(folder, tmp_path):
     write_notebook(folder / "02_second.ipynb", [DECLARATIONS, CONFIG], tagged=1)
     with pytest.raises(ParameterError, match=r"02_second\.ipynb has no cell tagged 'parameters'"):

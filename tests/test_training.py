@@ -215,11 +215,23 @@ def test_fixed_proposals_replace_the_sampler(blobs):
         (Labelled(torch.full((50, 2), 1.5), torch.zeros(50, dtype=torch.long)), r"lie in \[-1, 1\]"),
         (Labelled(torch.full((50, 2), float("nan")), torch.zeros(50, dtype=torch.long)), "finite"),
         (Labelled(torch.zeros(50, 2), torch.full((50,), 2)), r"labels must lie in 0\.\.1"),
+        (Labelled(torch.zeros(50, 2), torch.zeros(60, dtype=torch.long)), "one label for each input"),
+        (Labelled(torch.zeros(50, 2), torch.zeros(50, 1, dtype=torch.long)), "one label for each input"),
+        (Labelled(torch.zeros(50, 2), torch.zeros(50)), "y of int64, not torch.float32 and torch.float32"),
+        (Labelled(torch.zeros(50, 2).double(), torch.zeros(50, dtype=torch.long)), "x of float32"),
+        (Labelled([[0.0, 0.0]] * 50, [0] * 50), "are tensors"),
+        (Labelled(torch.zeros(50, 1, 8, 8), torch.zeros(50, dtype=torch.long)), r"mlp takes inputs \(N, features\)"),
     ],
 )
 def test_unusable_data_are_refused(data, message):
     with pytest.raises(ValueError, match=message):
         fit(small(), data, 2)
+
+
+@pytest.mark.parametrize("shape", [(50, 28, 28), (50, 1, 28, 20), (50, 784), (50, 1, 7, 7)])
+def test_images_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match="conv_net takes"):
+        fit(small(network="conv_net"), Labelled(torch.zeros(shape), torch.zeros(50, dtype=torch.long)), 2)
 
 
 @pytest.mark.parametrize(
