@@ -266,7 +266,7 @@ def _said(row: dict[str, Any]) -> str:
     memory = f", memory {row['memory_ratio']:.2f}" if "memory_ratio" in row else ""
     return (
         f"{row['network']}, {row['what']}, {row['precision']}: "
-        f"{row['ours_ms']:.4g} ms against {row['plain_ms']:.4g} ms, "
-        f"ratio {row['ratio']:.2f}, "
+        f"ours {row['ours_ms']:.4g} ms, plain {row['plain_ms']:.4g} ms, "
+        f"plain / ours {row['ratio']:.2f} (median of pairs), "
         f"{row['share_of_peak']:.0%} of the matrix product's peak{memory}"
     )

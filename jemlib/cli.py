@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 import jemlib
+from jemlib.parameters import ParameterError
 
 PROFILES = ["smoke", "quick", "hour", "full", "paper"]
 
@@ -24,22 +25,29 @@ def main() -> None:
 @main.command()
 @click.option("--profile", type=click.Choice(PROFILES), default="quick", show_default=True)
 @click.option("--only", metavar="01,02", help="Notebooks by number or name, comma-separated; all without it.")
-@click.option("--seed", type=click.IntRange(min=0), help="Replaces the seed of every notebook.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="Replaces the seed of every notebook.")
 @click.option("--force", is_flag=True, help="Train again what is already trained.")
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the data sets.")
 @click.option("--out", type=click.Path(path_type=Path), help="Results folder; results/PROFILE without it.")
 def run(profile: str, only: str | None, seed: int | None, force: bool, data: Path | None, out: Path | None) -> None:
     """Run the chain of notebooks and write results/PROFILE/."""
-    from jemlib import study  # heavy imports only where they are needed
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is ended shuts its kernel down like Ctrl-C
     try:
+        from jemlib import study  # heavy imports only where they are needed
+
         code = study.run(profile=profile, only=only, seed=seed, force=force, data=data, out=out)
-    except ValueError as error:  # a wrong notebook or parameter, before anything ran
+    except ParameterError as error:  # before anything ran
         raise click.UsageError(str(error)) from error
     except OSError as error:
         raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:  # outside a notebook; in one the run ends in order
+        code = _interrupted()
     sys.exit(code)
+
+
+def _interrupted() -> int:
+    print("interrupted", file=sys.stderr, flush=True)
+    return 130
 
 
 @main.command()
@@ -68,20 +76,24 @@ def sweep(
 
     Finished cells are skipped, so the same command continues. Exit code 0: every cell is done.
     """
-    from jemlib import sweep as sweeps
-
     try:
+        from jemlib import sweep as sweeps
+
         grid, seeds_there = sweeps.read_file(file) if file else ({}, None)
-        grid |= sweeps.parse_grid(grids)  # the command line wins
-        if (text := seeds_there if seeds is None else seeds) is not None:
+        typed = sweeps.parse_grid(grids)
+        if seeds is not None and "seed" in typed:
+            raise ParameterError("The seed is given twice: with --seeds and with --grid.")
+        text = seeds_there if seeds is None else seeds
+        grid |= typed  # the command line wins
+        if text is not None and "seed" not in typed:
             grid["seed"] = sweeps.parse_seeds(text)
         code = sweeps.run(notebook, grid, out or notebook.stem, table=table or sweeps.TABLE, **options)
-    except ValueError as error:  # before anything ran
+    except ParameterError as error:  # before anything ran
         raise click.UsageError(str(error)) from error
     except OSError as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:  # before the first cell
-        code = 130
+        code = _interrupted()
     sys.exit(code)
 
 

@@ -9,11 +9,12 @@ import json
 import logging
 import os
 import random
+import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from jemlib.provenance import git_state
-from jemlib.results import write_atomic
+from jemlib.results import ResultsError, read_json, write_atomic
 from jemlib.study import NOT_STARTED, execute, kernel_environment
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def run(jobs: Sequence[Job], scheduler: str | None, workers: int) -> None:
 
     with _client(scheduler, workers or _fitting_workers(len(jobs))) as client:
         n = len(client.scheduler_info(n_workers=-1)["workers"])
-        print(f"{len(jobs)} cells to run on {n} worker{'s' * (n != 1)}", flush=True)
+        print(f"{len(jobs)} cell{'s' * (len(jobs) != 1)} to run on {n} worker{'s' * (n != 1)}", flush=True)
         # a key of its own for every call: a scheduler that outlives this sweep may remember another of the same name
         futures = {client.submit(run_cell, job, pure=False): job for job in jobs}
         bar = tqdm(total=len(jobs), unit="cell", smoothing=0, mininterval=0.5 if sys.stderr.isatty() else 15)
@@ -84,9 +85,15 @@ def _given_up(job: Job, error: str) -> dict[str, Any]:
     job.folder.mkdir(parents=True, exist_ok=True)
     with FileLock(job.folder / ".lock"):
         path = job.folder / "cell.json"
-        if path.is_file() and (old := json.loads(path.read_text()))["status"] == "done":
-            return old
-        return _write_record(job, error, 0.0)
+        return _done(path, job.folder / "tables" / f"{job.table}.csv") or _write_record(job, error, 0.0)
+
+
+def _done(path: Path, table: Path) -> dict[str, Any] | None:
+    """The record of a finished cell; None where it is not finished, its record damaged or its table gone."""
+    with contextlib.suppress(FileNotFoundError, ResultsError):
+        record = read_json(path)
+        return record if record.get("status") == "done" and table.is_file() else None
+    return None
 
 
 @contextlib.contextmanager
@@ -102,12 +109,38 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Client]:
             yield client
         return
     threads = str(max(1, _cores() // workers))
-    cluster = LocalCluster(
-        n_workers=workers, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
-        memory_limit=0, silence_logs=logging.CRITICAL, env=dict.fromkeys(_THREAD_VARIABLES, threads),
-    )  # fmt: skip
-    with cluster, Client(cluster) as client:
-        yield client
+    with _interrupts_held() as release:
+        cluster = LocalCluster(
+            n_workers=workers, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
+            memory_limit=0, silence_logs=logging.CRITICAL, env=dict.fromkeys(_THREAD_VARIABLES, threads),
+        )  # fmt: skip
+        with cluster:
+            release()
+            with Client(cluster) as client:
+                yield client
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back until the call that this yields, and for good in threads and processes that start before.
+
+    A terminal sends it to all of them, and workers that are ended by us need no traceback of their own.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield lambda: None
+        return
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # its start would let them through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    try:
+        yield release
+    finally:
+        release()
 
 
 def _cores() -> int:
@@ -143,7 +176,7 @@ def run_cell(job: Job) -> dict[str, Any]:
     # a worker that was given up but lives on must not meet the one that took over
     with FileLock(job.folder / ".lock"):
         path, table = job.folder / "cell.json", job.folder / "tables" / f"{job.table}.csv"
-        if path.is_file() and (old := json.loads(path.read_text()))["status"] == "done":
+        if old := _done(path, table):
             return old
         for stale in (path, table, *job.folder.rglob(".*.tmp")):
             stale.unlink(missing_ok=True)

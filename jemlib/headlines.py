@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from jemlib.config import TrainConfig
+from jemlib.results import read_csv, read_json
 
 _TABLES = {
     "mnist_methods": ("MNIST", ["accuracy", "nll", "energy_gap", "class_agreement", "frechet", "frechet_buffer"]),
@@ -33,7 +33,7 @@ def tables(folder: Path) -> list[Headline]:
     for name, (title, columns) in _TABLES.items():
         path = folder / "tables" / f"{name}.csv"
         if path.is_file():
-            table = pd.read_csv(path)
+            table = read_csv(path)
             found.append(Headline(title, _about(folder, table), *summary(table, columns)))
     return found
 
@@ -70,7 +70,7 @@ def _about(folder: Path, table: pd.DataFrame) -> str:
     path = folder / "runs" / f"{named['run'].iloc[-1]}.json"
     if not path.is_file():
         return "the run records are missing"
-    record = json.loads(path.read_text())
+    record = read_json(path)
     config, commit = record["config"], (record["commit"] or "unknown")[:10]
     threads = f"{record['threads']} CPU thread{'s' if record['threads'] > 1 else ''}"
     each = f"{config['batch_size']} {'points' if config['network'] == 'mlp' else 'images'}"

@@ -108,25 +108,29 @@ def _fork(order: dict[str, Any]) -> int:
 
 def _serve() -> None:
     """Fork a kernel for every line of stdin and print its process id."""
-    for name in PRELOADED:
-        importlib.import_module(name)
     # Ctrl-C in a terminal reaches this process too; it ends when its parent closes the pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in PRELOADED:
+        importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that an ended kernel is gone at once
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.dup(1)
     os.dup2(2, 1)
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            answers.close()
+            os.close(answers)
             _become_kernel(**json.loads(line))
-        print(pid, file=answers, flush=True)
+        try:
+            os.write(answers, f"{pid}\n".encode())
+        except BrokenPipeError:  # the parent is gone, and the new kernel ends with this process
+            return
 
 
 def _become_kernel(arguments: list[str], cwd: str) -> None:
     from ipykernel.kernelapp import launch_new_instance
 
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which the workers of a sweep hold back
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -83,7 +83,12 @@ def declared_in(notebook: Path) -> dict[str, tuple[Any, Any]]:
     """name -> (type, default) of a notebook's cell tagged 'parameters'; `ParameterError` where that is no such cell."""
     import nbformat
 
-    cells = nbformat.read(notebook, as_version=4).cells
+    try:
+        cells = nbformat.read(notebook, as_version=4).cells
+    except OSError:
+        raise
+    except Exception as error:  # nbformat raises whatever its look at other text runs into
+        raise ParameterError(f"{notebook.name} is no notebook, which is a file like 01_toy_2d.ipynb.") from error
     tagged = [cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])]
     try:
         found = declarations(tagged[0]) if tagged else {}
@@ -103,7 +108,7 @@ def check_names(given: Iterable[str], declared: Iterable[str], where: str = "") 
     """Raise `ParameterError` for the first given name that is not declared, with the closest that are."""
     for name in given:
         if name not in declared and name not in PAPERMILL_NAMES:
-            close = difflib.get_close_matches(name, list(declared), n=3)
+            close = difflib.get_close_matches(str(name), list(declared), n=3)
             hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(declared)}."
             raise ParameterError(f"{where}Unknown parameter '{name}': {hint}")
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import nbformat
-import pandas as pd
 from jinja2 import Environment, FileSystemLoader, pass_context
 from latex2mathml.converter import convert as mathml
 from nbconvert import HTMLExporter
@@ -24,7 +22,7 @@ from PIL import Image
 from pygments.formatters import HtmlFormatter
 
 from jemlib import headlines
-from jemlib.results import Store, write_atomic
+from jemlib.results import ResultsError, Store, read_csv, read_json, write_atomic
 
 TEMPLATES = Path(__file__).parent / "templates"
 UNFINISHED = "not finished: running, or killed"
@@ -137,7 +135,7 @@ def _records(root: Path, manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     parts = [*manifest.get("tables", {}).values(), *manifest.get("figures", {}).values()]
     names = sorted({run for about in parts for run in about["runs"]})
     paths = {name: root / "runs" / f"{name}.json" for name in names}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
+    return {name: read_json(path) for name, path in paths.items() if path.is_file()}
 
 
 def _data_and_runs(root: Path, manifest: dict[str, Any]) -> dict[str, str]:
@@ -212,10 +210,10 @@ def write_page(root: Path, notebook: NotebookNode, stem: str) -> None:
 
 def _times(root: Path, stem: str, manifest: dict[str, Any]) -> str:
     """HTML of the rows of timing.csv about a notebook and its runs; empty where there are none."""
-    path = root / "tables" / "timing.csv"
-    if not path.is_file():
+    try:
+        table = read_csv(root / "tables" / "timing.csv")
+    except (FileNotFoundError, ResultsError):  # a damaged one: the next notebook that ends starts it anew
         return ""
-    table = pd.read_csv(path)
     rows = table[table["what"].isin([f"notebook {stem}", *_records(root, manifest)])].dropna(axis="columns", how="all")
     return "" if rows.empty else rows.to_html(index=False, border=0, na_rep="", float_format="{:.4g}".format)
 

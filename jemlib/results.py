@@ -36,6 +36,7 @@ class ResultsError(OSError):
 
 # --- JSON that is valid whatever a diverged run produced ----------------------------------------------------
 
+_DAMAGED = "{} is damaged: delete it and run the same command again."
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -60,6 +61,24 @@ def _restored(value: Any) -> Any:
     if isinstance(value, list):
         return [_restored(item) for item in value]
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a JSON file of a results folder holds; `ResultsError` that names it where it is damaged."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ResultsError(_DAMAGED.format(path)) from error
+
+
+def read_csv(path: Path) -> pd.DataFrame:
+    """A table of a results folder; `ResultsError` that names it where it is damaged."""
+    import pandas as pd
+
+    try:
+        return pd.read_csv(path)
+    except ValueError as error:  # pandas' own are, and what is no UTF-8
+        raise ResultsError(_DAMAGED.format(path)) from error
 
 
 def _json(content: Mapping[str, Any]) -> bytes:
@@ -106,20 +125,28 @@ class Store:
     def manifest(self) -> dict[str, Any]:
         """What this notebook wrote, and from what; empty where it has not run."""
         path = self.dir / "artefacts" / f"{self.notebook}.json"
-        return _restored(json.loads(path.read_text())) if path.is_file() else {}
+        return _restored(read_json(path)) if path.is_file() else {}
+
+    def _manifest_so_far(self) -> dict[str, Any]:
+        """The manifest for one who writes it next: a damaged one counts as none."""
+        try:
+            return self.manifest()
+        except ResultsError:
+            return {}
 
     def _write_manifest(self, content: Mapping[str, Any]) -> None:
         write_atomic(self.dir / "artefacts" / f"{self.notebook}.json", _json(content))
 
     def _register(self, kind: str, name: str, about: Mapping[str, Any]) -> None:
         with FileLock(self.dir / ".artefacts.lock"):  # several processes of one run write the same
-            content = self.manifest()
+            content = self._manifest_so_far()
             self._write_manifest(content | {kind: content.get(kind, {}) | {name: dict(about)}})
 
     def headline(self, sentence: str, thumbnail: str) -> str:
         """What the index says of this notebook, in one measured sentence, and which figure it shows beside it."""
         with FileLock(self.dir / ".artefacts.lock"):
-            self._write_manifest(self.manifest() | {"headline": sentence, "thumbnail": self._figure_name(thumbnail)})
+            about = {"headline": sentence, "thumbnail": self._figure_name(thumbnail)}
+            self._write_manifest(self._manifest_so_far() | about)
         return sentence
 
     def files(self) -> list[Path]:
@@ -143,7 +170,7 @@ class Store:
 
     def clear(self) -> None:
         """Remove this notebook's tables, figures, report and executed copies, so that none passes for a new run's."""
-        content = self.manifest()
+        content = self._manifest_so_far()
         old = [self.dir / "figures" / f"{name}.png" for name in content.get("figures", {})]
         old += [self.dir / "tables" / f"{name}.csv" for name in content.get("tables", {})]
         old += [self.dir / "reports" / f"{self.notebook}.html", self.dir / "artefacts" / f"{self.notebook}.json"]
@@ -153,20 +180,16 @@ class Store:
 
     def read_table(self, name: str) -> pd.DataFrame:
         """Read `tables/<name>.csv`; `ResultsError` when no notebook has written it yet."""
-        import pandas as pd
-
         path = self.dir / "tables" / f"{name}.csv"
         if not path.is_file():
             raise ResultsError(f"{path} is missing: run the notebook that writes it first.")
-        return pd.read_csv(path)
+        return read_csv(path)
 
     def read_table_or_reference(self, name: str) -> tuple[str, pd.DataFrame | None]:
         """This run's table, else the reference run's, with where it came from; ("", None) where neither has it."""
-        import pandas as pd
-
         for folder in (self.dir, repo_root() / "results" / "reference"):
             if (path := folder / "tables" / f"{name}.csv").is_file():
-                return os.path.relpath(folder, repo_root()), pd.read_csv(path)
+                return os.path.relpath(folder, repo_root()), read_csv(path)
         return "", None
 
     def _figure_name(self, name: str) -> str:
@@ -207,10 +230,11 @@ class Store:
         path = self.dir / "tables" / "timing.csv"
         _make_folder(path.parent)
         with FileLock(self.dir / ".timing.lock"):
-            merged = new
-            if path.is_file():
-                old = pd.read_csv(path)
+            try:
+                old = read_csv(path)
                 merged = pd.concat([old[~old["what"].isin(new["what"])], new])
+            except (FileNotFoundError, KeyError, ResultsError):  # none yet, or a damaged one: times are no results
+                merged = new
             merged = merged.astype({"threads": "Int64"})  # an integer also beside rows that have none
             self.table("timing", merged.sort_values("what", kind="stable"))
         return new
@@ -230,7 +254,7 @@ class Store:
         path = self.dir / "runs" / f"{name}.json"
         if not path.is_file():
             raise ResultsError(f"{path} is missing: run the notebook that writes it first.")
-        return _restored(json.loads(path.read_text()))
+        return _restored(read_json(path))
 
     def checkpoint_path(self, name: str) -> Path:
         """`checkpoints/<name>.pt`, its folder made."""

@@ -97,7 +97,7 @@ def _choose(stems: list[str], only: str | None) -> list[str]:
     wanted = [item.strip() for item in (only or "").split(",") if item.strip()]
     for item in wanted:
         if not any(item in (stem, stem.split("_")[0]) for stem in stems):
-            raise ValueError(f"There is no notebook '{item}'; there are {', '.join(stems)}.")
+            raise ParameterError(f"There is no notebook '{item}'; there are {', '.join(stems)}.")
     return [stem for stem in stems if not wanted or stem in wanted or stem.split("_")[0] in wanted]
 
 

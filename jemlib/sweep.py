@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jemlib.parameters import MISSING, ParameterError, check_names, coerce, declared_in
 from jemlib.provenance import repo_root
-from jemlib.results import Store, write_atomic
+from jemlib.results import ResultsError, Store, read_csv, read_json, write_atomic
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 TABLE = "sweep_row"
 #: status of rows whose cell left no numbers; all others are "ok" or "diverged at step n"
 STATUSES_WITHOUT_RESULT = ("raised", "not run")
+#: what a grid of a file looks like, for whoever wrote it otherwise
+_FILE_FORM = "'grid: {name: value or [values], ...}' and 'seeds: 0-2' or either of them"
+_LARGEST_SEED = 2**31 - 1
 #: where and how a cell runs; neither swept nor part of what names it
 _OURS = ("results_dir", "data_dir", "force", "workers")
 
@@ -61,6 +65,8 @@ def parse_seeds(text: str) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ParameterError(f"Seeds read 0-2 or 0,3, not '{text}'.")
+        if int(match[2] or match[1]) > _LARGEST_SEED:
+            raise ParameterError(f"Seeds are at most {_LARGEST_SEED}, not '{text}'.")
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     return found
 
@@ -70,18 +76,25 @@ def read_file(path: Path) -> tuple[dict[str, list[Any]], str | None]:
     import yaml
 
     try:
-        content = dict(yaml.safe_load(path.read_text()) or {})
-        grid = dict(content.pop("grid", None) or {})
-    except (yaml.YAMLError, TypeError, ValueError) as error:
-        raise ParameterError(f"{path.name} is no valid sweep file: {error}") from error
-    seeds = content.pop("seeds", None)
+        content = yaml.safe_load(path.read_text()) or {}
+    except (yaml.YAMLError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise ParameterError(f"{path.name} is no sweep file, which reads {_FILE_FORM}: {why}") from error
+    grid = (content.pop("grid", None) or {}) if isinstance(content, dict) else None
+    if not isinstance(grid, dict):
+        raise ParameterError(f"{path.name} is no sweep file, which reads {_FILE_FORM}.")
+    grid = {name: value if isinstance(value, list) else [value] for name, value in grid.items()}
+    has_seeds, seeds = "seeds" in content, content.pop("seeds", None)
     if content:
         raise ParameterError(f"{path.name}: Unknown entry '{next(iter(content))}': there are grid, seeds.")
-    if isinstance(seeds, list):
-        seeds = ",".join(map(str, seeds))
-    if seeds is not None and not (seeds := str(seeds).strip()):
+    if not has_seeds:
+        return grid, None
+    if "seed" in grid:
+        raise ParameterError(f"{path.name}: The seed is given twice, in seeds and in grid.")
+    text = ",".join(map(str, seeds)) if isinstance(seeds, list) else "" if seeds is None else str(seeds).strip()
+    if not text:
         raise ParameterError(f"{path.name}: seeds gives none; write 0-2 or 0,3, or leave the entry out.")
-    return {name: value if isinstance(value, list) else [value] for name, value in grid.items()}, seeds
+    return grid, text
 
 
 def cells(notebook: Path, grid: Mapping[str, Sequence[Any]]) -> list[Cell]:
@@ -106,6 +119,8 @@ def cells(notebook: Path, grid: Mapping[str, Sequence[Any]]) -> list[Cell]:
         if not len(values):
             raise ParameterError(f"{where}The grid gives no value of '{name}'.")
         typed[name] = [coerce(name, value, declared[name][0], where) for value in values]
+        if name == "seed" and any(isinstance(value, int) and not 0 <= value <= _LARGEST_SEED for value in typed[name]):
+            raise ParameterError(f"{where}Seeds are from 0 to {_LARGEST_SEED}.")
         if any(value in typed[name][:i] for i, value in enumerate(typed[name])):
             raise ParameterError(f"{where}The grid gives a value of '{name}' twice.")
     defaults = {name: default for name, (_, default) in declared.items() if name not in _OURS}
@@ -155,9 +170,9 @@ def run(
     from jemlib import executor
 
     notebook = notebook.absolute()
-    check_table(notebook, table)
     plan = cells(notebook, grid)
-    store = Store(repo_root() / "results" / "sweeps" / out, "sweep")
+    check_table(notebook, table)
+    store = Store(_folder(out), "sweep")
     declared = declared_in(notebook)
     common = {"workers": 1, "force": force or None, "data_dir": None if data is None else str(data.absolute())}
     common = {name: value for name, value in common.items() if value is not None and name in declared}
@@ -165,7 +180,7 @@ def run(
         with FileLock(store.dir / ".lock", timeout=0):
             for cell in plan if force else ():
                 (store.dir / "cells" / cell.name / "cell.json").unlink(missing_ok=True)
-            missing = [cell for cell in plan if record(store.dir, cell.name).get("status") != "done"]
+            missing = [cell for cell in plan if record(store.dir, cell.name, table).get("status") != "done"]
             print(f"{len(plan)} cell{'s' * (len(plan) != 1)}, {len(plan) - len(missing)} finished before", flush=True)
             about = {"notebook": notebook.name, "grid": grid, "table": table}
             write_atomic(store.dir / "sweep.json", json.dumps(about, indent=2, default=str).encode())
@@ -189,10 +204,27 @@ def run(
     return 130 if interrupted else int(bool(raised + absent))
 
 
-def record(root: Path, name: str) -> dict[str, Any]:
-    """A cell's record, empty where it has none yet."""
-    path = root / "cells" / name / "cell.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+def _folder(out: str | Path) -> Path:
+    """The folder of a sweep; `ParameterError` where that would be in the way of something else."""
+    home = repo_root() / "results" / "sweeps"
+    folder = Path(os.path.normpath(home / out))
+    if not Path(out).is_absolute() and home not in folder.parents:
+        raise ParameterError(f"'{out}' leaves results/sweeps; give a name, or an absolute path.")
+    others = [path.name for path in folder.glob("[!.]*")] if folder.is_dir() else []
+    if others and "sweep.json" not in others:
+        raise ParameterError(f"{folder} holds something else than a sweep; choose another folder.")
+    return folder
+
+
+def record(root: Path, name: str, table: str) -> dict[str, Any]:
+    """A cell's record; empty, so that the cell runs again, where it is not there, damaged or without its table."""
+    folder = root / "cells" / name
+    try:
+        found = read_json(folder / "cell.json")
+    except (FileNotFoundError, ResultsError):
+        return {}
+    there = found.get("status") != "done" or (folder / "tables" / f"{table}.csv").is_file()
+    return found if there else {}
 
 
 # --- results ------------------------------------------------------------------------------------------------
@@ -209,7 +241,7 @@ def write(store: Store, plan: Sequence[Cell], table: str, grid: Mapping[str, Seq
     buffer = io.BytesIO()
     rows.to_parquet(buffer, index=False)
     write_atomic(store.dir / "tables" / "sweep.parquet", buffer.getvalue())
-    records = [record(store.dir, cell.name) for cell in plan]
+    records = [record(store.dir, cell.name, table) for cell in plan]
     times = [{"what": f"cell {r['cell']}", "seconds": r["seconds"], "threads": r["threads"]} for r in records if r]
     if times:
         store.timing(times)
@@ -227,12 +259,12 @@ def collect(root: Path, plan: Sequence[Cell], table: str) -> pd.DataFrame:
 
     rows = []
     for cell in plan:
-        done = record(root, cell.name)
+        done = record(root, cell.name, table)
         end = {"status": "raised" if done else "not run", "error": done.get("error"), "cell": cell.name}
         if done.get("status") != "done":
             rows.append(cell.given | end)
             continue
-        for row in pd.read_csv(root / "cells" / cell.name / "tables" / f"{table}.csv").to_dict("records"):
+        for row in read_csv(root / "cells" / cell.name / "tables" / f"{table}.csv").to_dict("records"):
             known = {name: value for name, value in row.items() if name not in cell.given or pd.notna(value)}
             rows.append(cell.given | known | end | {"status": row.get("status", "ok"), "error": None})
     frame = pd.DataFrame(rows)

@@ -153,3 +153,23 @@ def test_the_manifest_traces_every_artefact_to_its_runs(tmp_path):
     store.clear()
     assert store.manifest() == {} and not list((tmp_path / "results").glob("*/*.csv"))
     assert (tmp_path / "results" / "runs" / "early.json").is_file(), "runs are kept"
+
+
+def test_damaged_files_are_named_and_go_with_the_next_run(tmp_path):
+    store = Store(tmp_path, "01_x", {"seed": 0})
+    store.record("run", {"seed": 0})
+    store.timing({"what": "a", "seconds": 1.0})
+    for path in tmp_path.glob("*/*.*"):
+        path.write_bytes(path.read_bytes()[:5] if path.suffix == ".json" else b"")
+    for read, name in ((store.manifest, "01_x"), (lambda: store.read_record("run"), "run")):
+        with pytest.raises(ResultsError, match=f"{name}.json is damaged: delete it"):
+            read()
+    store.timing({"what": "b", "seconds": 2.0})
+    assert store.read_table("timing")["what"].tolist() == ["b"]
+    (tmp_path / "tables" / "other.csv").write_text("")
+    with pytest.raises(ResultsError, match=r"other\.csv is damaged: delete it"):
+        store.read_table("other")
+    store.headline("It heals.", "")
+    assert store.manifest()["headline"] == "It heals."
+    store.clear()
+    assert store.manifest() == {}

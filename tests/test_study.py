@@ -302,11 +302,19 @@ def test_a_notebook_without_tagged_parameters_is_refused(folder, tmp_path):
 
 
 def test_command_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(study, "run", lambda **options: (_ for _ in ()).throw(ValueError("There is no notebook '9'.")))
+    monkeypatch.setattr(
+        study, "run", lambda **options: (_ for _ in ()).throw(ParameterError("There is no notebook '9'."))
+    )
     result = CliRunner().invoke(cli.main, ["run", "--only", "9"])
     assert result.exit_code == 2
     assert "There is no notebook '9'." in result.output
     assert CliRunner().invoke(cli.main, ["run", "--profile", "slow"]).exit_code == 2
+    assert CliRunner().invoke(cli.main, ["run", "--seed", str(2**31)]).exit_code == 2
+    monkeypatch.setattr(study, "run", lambda **options: json.loads(""))  # in mid-run; no wrong usage
+    assert isinstance(CliRunner().invoke(cli.main, ["run"]).exception, json.JSONDecodeError)
+    monkeypatch.setattr(study, "run", lambda **options: (_ for _ in ()).throw(KeyboardInterrupt))
+    result = CliRunner().invoke(cli.main, ["run"])
+    assert (result.exit_code, result.output) == (130, "interrupted\n")
 
 
 def test_help_does_not_wait_for_torch():

@@ -21,7 +21,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from jemlib import cli, executor, kernels, stability, study, sweep, toy_runs
 from jemlib.parameters import ParameterError
 from jemlib.provenance import repo_root
-from jemlib.results import Store
+from jemlib.results import ResultsError, Store
 
 DECLARATIONS = 'results_dir: str = ""\nmethod: str = "jem"\nlr: float = 1e-2\nn: int = 1\nseed: int = 0\nnap: float = 0'
 BODY = """\
@@ -53,7 +53,7 @@ def test_grid_seeds_and_file(tmp_path):
     assert sweep.parse_seeds("0-2,7") == [0, 1, 2, 7]
     (tmp_path / "grid.yaml").write_text("grid: {n: [1, 2], method: jem}\nseeds: [0, 3]\n")
     assert sweep.read_file(tmp_path / "grid.yaml") == ({"n": [1, 2], "method": ["jem"]}, "0,3")
-    for text, seeds in (("seeds: 0", "0"), ("seeds: 0-2", "0-2"), ("seeds: [0]", "0"), ("seeds:", None), ("", None)):
+    for text, seeds in (("seeds: 0", "0"), ("seeds: 0-2", "0-2"), ("seeds: [0]", "0"), ("", None)):
         (tmp_path / "grid.yaml").write_text(text)
         assert sweep.read_file(tmp_path / "grid.yaml") == ({}, seeds)
 
@@ -66,6 +66,7 @@ def test_grid_seeds_and_file(tmp_path):
         (lambda: sweep.parse_grid(["n=1", "n=2"]), "'n' twice"),
         (lambda: sweep.parse_seeds("2-0"), "0-2 or 0,3"),
         (lambda: sweep.parse_seeds("-1"), "0-2 or 0,3"),
+        (lambda: sweep.parse_seeds("0,2147483648"), "at most 2147483647"),
     ],
 )
 def test_a_malformed_grid_is_refused(call, message):
@@ -73,7 +74,21 @@ def test_a_malformed_grid_is_refused(call, message):
         call()
 
 
-@pytest.mark.parametrize("text", ["grids: {n: 1}", "grid: [1", "grid: 3", "- 1", "seeds: []", "seeds: ''"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "grids: {n: 1}",
+        "grid: [1",
+        "grid: 3",
+        "- 1",
+        "some text",
+        "seeds: []",
+        "seeds: ''",
+        "seeds:",
+        "grid: [1, 2]",
+        "{grid: {seed: 1}, seeds: 0}",
+    ],
+)
 def test_a_malformed_file_is_refused(tmp_path, text):
     (tmp_path / "grid.yaml").write_text(text)
     with pytest.raises(ParameterError, match=r"grid\.yaml"):
@@ -101,8 +116,10 @@ def test_cells_are_typed_and_named(notebook):
     ("grid", "message"),
     [
         ({"nn": [1]}, "Unknown parameter 'nn': did you mean n"),
+        ({1: [1]}, "Unknown parameter '1'"),
         ({"n": ["1", "many"]}, "Parameter 'n' must be int but is 'many'"),
         ({"n": []}, "no value of 'n'"),
+        ({"seed": ["2147483648"]}, "from 0 to 2147483647"),
         ({"lr": ["1", "1.0"]}, "a value of 'lr' twice"),
         ({"results_dir": ["x"]}, "'results_dir' is set by the sweep"),
     ],
@@ -112,6 +129,41 @@ def test_a_wrong_grid_stops_the_sweep_before_the_first_cell(notebook, tmp_path, 
     with pytest.raises(ParameterError, match=message):
         sweep.run(notebook, grid, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("out", ["../reference", ".."])
+def test_a_sweep_stays_in_its_folder(notebook, out):
+    with pytest.raises(ParameterError, match="leaves results/sweeps"):
+        sweep.run(notebook, {"n": [1]}, out)
+
+
+def test_a_sweep_leaves_the_files_of_others_alone(notebook, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "index.html").write_text("mine")
+    with pytest.raises(ParameterError, match="holds something else"):
+        sweep.run(notebook, {"n": [1]}, tmp_path / "mine")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["index.html"]
+
+
+def test_a_damaged_record_of_a_cell_counts_as_none(tmp_path):
+    (tmp_path / "cells" / "a").mkdir(parents=True)
+    (tmp_path / "cells" / "a" / "cell.json").write_text('{"status": "do')
+    path, table = (tmp_path / "cells" / "a" / name for name in ("cell.json", "tables/sweep_row.csv"))
+    assert sweep.record(tmp_path, "a", "sweep_row") == {} and executor._done(path, table) is None
+    path.write_text('{"status": "done"}')
+    assert sweep.record(tmp_path, "a", "sweep_row") == {} and executor._done(path, table) is None, "its table is gone"
+    table.parent.mkdir()
+    table.write_text("")
+    assert sweep.record(tmp_path, "a", "sweep_row") == executor._done(path, table) == {"status": "done"}
+    with pytest.raises(ResultsError, match=r"sweep_row\.csv is damaged: delete it"):
+        sweep.collect(tmp_path, [sweep.Cell("a", {})], "sweep_row")
+
+
+def test_what_is_no_notebook_is_refused(tmp_path):
+    for text in ("# words", "{}", "[]"):
+        (tmp_path / "README.md").write_text(text)
+        result = CliRunner().invoke(cli.main, ["sweep", str(tmp_path / "README.md"), "--out", str(tmp_path / "out")])
+        assert result.exit_code == 2 and "README.md is no notebook" in result.output
 
 
 def test_a_table_that_is_never_written_is_refused_at_once(notebook, tmp_path):
@@ -140,6 +192,11 @@ def test_command_line(notebook, tmp_path, monkeypatch):
     (tmp_path / "grid.yaml").write_text("seeds: 0\n")
     CliRunner().invoke(cli.main, arguments[:4])
     assert calls[1][0][1] == {"seed": [0]}
+    (tmp_path / "grid.yaml").write_text("seeds: 0-1\n")
+    CliRunner().invoke(cli.main, [*arguments[:4], "--grid", "seed=5"])
+    assert calls[2][0][1] == {"seed": ["5"]}, "the command line wins"
+    result = CliRunner().invoke(cli.main, [*arguments[:2], "--seeds", "0", "--grid", "seed=1"])
+    assert result.exit_code == 2 and "given twice" in result.output
     result = CliRunner().invoke(cli.main, [*arguments[:2], "--seeds", ""])
     assert result.exit_code == 2 and "0-2 or 0,3" in result.output
     monkeypatch.undo()
@@ -294,7 +351,7 @@ def test_a_killed_worker_costs_nothing_and_an_interrupt_leaves_whole_files(start
     wait_for(lambda: records(out), process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: workers too
     messages, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, messages
+    assert process.returncode == 130 and "Traceback" not in messages, messages
     done = records(out)
     assert 0 < len(done) < 12 and all(one["status"] == "done" for one in done.values())
     assert not [path for path in out.rglob("*") if path.suffix == ".tmp"]
