@@ -1,4 +1,4 @@
-"""Layers of torch's, bit for bit, that cost less where a sampler asks for the gradient of the input."""
+"""Two layers of torch's, bit for bit, that cost less where a sampler asks for the gradient of the input."""
 
 from __future__ import annotations
 
@@ -68,17 +68,3 @@ class _LeakyReLU(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         (y,) = ctx.saved_tensors
         return torch.ops.aten.leaky_relu_backward(grad, y, ctx.slope, True), None
-
-
-class Blocks(nn.Module):
-    """torch's PixelUnshuffle(size), (B, C, H, W) to (B, C size^2, H / size, W / size), with a channels_last result."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.size = size
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, channels, height, width = x.shape
-        size = self.size
-        x = x.view(n, channels, height // size, size, width // size, size).permute(0, 2, 4, 1, 3, 5)
-        return x.reshape(n, height // size, width // size, channels * size**2).permute(0, 3, 1, 2)

@@ -92,3 +92,16 @@ def test_figures_name_the_dead_cells():
     assert "plain: 1 (1 of 2), diverged (0 of 2)" in alt
     _, alt = figures_ablation.survival(ablation.survival(ROWS), "title")
     assert "plain 25%, batch 100%" in alt
+
+
+def test_claims_about_the_anchor_follow_the_runs():
+    rows = [
+        {"dataset": "d", "setting": "base", "arm": arm, "status": status, "accuracy": accuracy, "frechet": frechet}
+        for arm, status, accuracy, frechet in [
+            ("plain", "diverged at step 3", 0.1, 9.0), ("none", "ok", 0.8, 1.0), ("batch", "ok", 0.9, 2.0),
+        ]
+    ]  # fmt: skip
+    found = ablation.claims(pd.DataFrame(rows))
+    assert found["holds"].tolist() == [True, True, True, True, False]
+    rows[2]["status"] = "diverged at step 5"
+    assert ablation.claims(pd.DataFrame(rows))["holds"].tolist() == [True, True, False]

@@ -200,3 +200,19 @@ def test_tables(results, monkeypatch, tmp_path):
     assert list(values["CIFAR10-st_jem-s0"]) == ["CIFAR10", "uniform"]
     again, _ = detection.table(models, sets, 12)
     pd.testing.assert_frame_equal(table, again)
+
+
+def test_claims_about_joint_models_follow_the_tables():
+    about = {"in_dataset": "MNIST", "status": "ok", "auroc_se": 0.01}
+    figures = {("softmax", "log_px"): 0.5, ("softmax", "max_prob"): 0.9, ("st_jem", "log_px"): 0.8}
+    figures["st_jem", "max_prob"] = 0.7
+    detected = [
+        about | {"model": m, "method": m, "score": score, "auroc": value} for (m, score), value in figures.items()
+    ]
+    calibrated = [
+        {"model": method, "method": method, "scaling": scaling, "ece": value}
+        for scaling in ("none", "temperature")
+        for method, value in (("softmax", 0.02), ("st_jem", 0.03 if scaling == "none" else 0.01))
+    ]
+    found = detection.claims(pd.DataFrame(calibrated), pd.DataFrame(detected))
+    assert found["holds"].tolist() == [False, True, True, False]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from jemlib.layers import Blocks, Conv2d, LeakyReLU, _FrozenConv
+from jemlib.layers import Conv2d, LeakyReLU, _FrozenConv
 from jemlib.nets import wide_resnet
 
 
@@ -73,11 +73,3 @@ def test_a_wide_resnet_is_the_same_function_as_one_of_torchs_layers():
 
     expected = torch.autograd.grad(plain(x).logsumexp(1).sum(), params)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(grads, expected, strict=True))
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_blocks_are_those_of_torch(channels):
-    x = images(4, channels, 6, 8)
-    for a, b in zip(gradient_of_input(nn.PixelUnshuffle(2), x), gradient_of_input(Blocks(2), x), strict=True):
-        assert torch.equal(a, b) and b.shape == a.shape
-    assert Blocks(2)(x).is_contiguous(memory_format=torch.channels_last)

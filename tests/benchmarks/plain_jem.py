@@ -41,8 +41,6 @@ def _usual(module: nn.Module) -> nn.Module:
         return nn.LeakyReLU(module.slope)
     if isinstance(module, nn.LeakyReLU):
         return nn.LeakyReLU(module.negative_slope)
-    if isinstance(module, layers.Blocks):
-        return nn.PixelUnshuffle(module.size)
     if isinstance(module, nets._Block):
         return _Block(_usual(module.residual), _usual(module.shortcut))
     for name, child in module.named_children():
