@@ -115,7 +115,7 @@ def compare(expected: Path, found: Path) -> None:
 
     try:
         report = gate.compare(expected, found)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     print(*report.differences, sep="\n", end="\n" if report.differences else "")
     n = len(report.differences)
@@ -170,4 +170,8 @@ def readme() -> None:
     """Write the README's numbers from results/reference."""
     from jemlib import readme as writer
 
-    print("README.md changed" if writer.update() else "README.md is up to date")
+    try:
+        changed = writer.update()
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    print("README.md changed" if changed else "README.md is up to date")

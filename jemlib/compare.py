@@ -18,7 +18,7 @@ import nbformat
 import numpy as np
 import pandas as pd
 
-from jemlib.results import Store
+from jemlib.results import DAMAGED, ResultsError, Store, read_csv
 
 NBDIME_CONFIG = Path(__file__).parent / "nbdime" / "nbdime_config.json"
 SPREADS = 4.0
@@ -80,7 +80,7 @@ def compare(expected: Path, found: Path, notebooks: bool = True) -> Report:
                 for name in sorted(names[0] & names[1]):
                     tables = [folder / "tables" / f"{name}.csv" for folder in (expected, found)]
                     n_tables += 1
-                    n_cells += pd.read_csv(tables[0]).size
+                    n_cells += read_csv(tables[0]).size
                     differences += _table(name, *tables, exact=same)
         if same and notebooks:
             differences += _executed(stem, expected, found)
@@ -102,7 +102,7 @@ def _present(folder: Path, kind: str, suffix: str, manifest: dict) -> set[str]:
 
 
 def _table(name: str, expected: Path, found: Path, exact: bool) -> Iterator[str]:
-    ours, theirs = (pd.read_csv(path, dtype=str, keep_default_na=False) for path in (expected, found))
+    ours, theirs = (read_csv(path, dtype=str, keep_default_na=False) for path in (expected, found))
     if list(ours.columns) != list(theirs.columns):
         names = sorted(set(ours.columns) ^ set(theirs.columns)) or "their order"
         yield f"tables/{name}.csv: the columns differ: {names}"
@@ -110,7 +110,7 @@ def _table(name: str, expected: Path, found: Path, exact: bool) -> Iterator[str]
     if len(ours) != len(theirs):
         yield f"tables/{name}.csv: {len(ours)} rows expected, {len(theirs)} found"
         return
-    numbers = pd.read_csv(expected)
+    numbers = read_csv(expected)
     keys = _keys(numbers)
     for column in ours:
         tolerance = np.zeros(len(ours)) if exact or column in keys else _tolerance(name, numbers, column)
@@ -167,10 +167,17 @@ def _executed(stem: str, expected: Path, found: Path) -> list[str]:
     if not all(path.is_file() for path in copies):
         return []
     set_notebook_diff_ignores(json.loads(NBDIME_CONFIG.read_text())["Diff"]["Ignore"])
-    ours, theirs = (nbformat.read(path, as_version=4) for path in copies)
+    ours, theirs = map(_notebook, copies)
     text = io.StringIO()
     told = PrettyPrintConfig(out=text, use_color=False, use_git=False, use_diff=False)
     pretty_print_notebook_diff(*map(str, copies), ours, diff_notebooks(ours, theirs), told)
     places = [line.removeprefix("## ").rstrip(":") for line in text.getvalue().splitlines() if line.startswith("## ")]
     said = ", ".join(places[:4]) + (" ..." if len(places) > 4 else "")
     return [f"notebooks/{stem}.ipynb: nbdiff: {said}"] if places else []
+
+
+def _notebook(path: Path) -> nbformat.NotebookNode:
+    try:
+        return nbformat.read(path, as_version=4)
+    except (ValueError, AttributeError, nbformat.ValidationError) as error:  # no JSON, or JSON of something else
+        raise ResultsError(DAMAGED.format(path)) from error

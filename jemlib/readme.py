@@ -8,7 +8,7 @@ import pandas as pd
 
 from jemlib import headlines
 from jemlib.provenance import repo_root
-from jemlib.results import write_atomic
+from jemlib.results import read_csv, write_atomic
 
 START = "<!-- results: written by `python -m jemlib readme`, from results/reference -->"
 END = "<!-- end of results -->"
@@ -39,13 +39,13 @@ def render(reference: Path) -> str:
         parts += ["With more iterations (profile `hour`):", *_headlines(longer)]
     timing = reference / "tables" / "timing.csv"
     if timing.is_file():
-        parts += [_times(pd.read_csv(timing))]
+        parts += [_times(read_csv(timing))]
     benchmark = reference / "tables" / "benchmark.csv"
     if benchmark.is_file():
-        parts += [_speed(pd.read_csv(benchmark))]
+        parts += [_speed(read_csv(benchmark))]
     savings = reference / "tables" / "benchmark_savings.csv"
     if savings.is_file():
-        parts += [_savings(pd.read_csv(savings))]
+        parts += [_savings(read_csv(savings))]
     return "\n\n".join(parts)
 
 

@@ -36,7 +36,7 @@ class ResultsError(OSError):
 
 # --- JSON that is valid whatever a diverged run produced ----------------------------------------------------
 
-_DAMAGED = "{} is damaged: delete it and run the same command again."
+DAMAGED = "{} is damaged: delete it and run the same command again."
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -68,17 +68,17 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        raise ResultsError(_DAMAGED.format(path)) from error
+        raise ResultsError(DAMAGED.format(path)) from error
 
 
-def read_csv(path: Path) -> pd.DataFrame:
-    """A table of a results folder; `ResultsError` that names it where it is damaged."""
+def read_csv(path: Path, **options: Any) -> pd.DataFrame:
+    """A table of a results folder; `ResultsError` that names it where it is damaged. options: of `pandas.read_csv`."""
     import pandas as pd
 
     try:
-        return pd.read_csv(path)
+        return pd.read_csv(path, **options)
     except ValueError as error:  # pandas' own are, and what is no UTF-8
-        raise ResultsError(_DAMAGED.format(path)) from error
+        raise ResultsError(DAMAGED.format(path)) from error
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

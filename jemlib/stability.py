@@ -17,7 +17,7 @@ from jemlib.data import Dataset
 from jemlib.exact import Space
 from jemlib.parallel import Task, train_all
 from jemlib.provenance import repo_root
-from jemlib.results import Store
+from jemlib.results import Store, read_csv
 from jemlib.toy import Toy
 from jemlib.training import FitResult
 
@@ -85,7 +85,7 @@ def read(path: str | Path) -> tuple[pd.DataFrame, int]:
 
     A relative path counts from the repository. ValueError where the table has not the columns of `toy`.
     """
-    rows = pd.read_csv(repo_root() / Path(path).expanduser())
+    rows = read_csv(repo_root() / Path(path).expanduser())
     needed = ["dataset", "method", "lr", "n_steps", "step_size", "seed", "kl_nats", "accuracy", "status"]
     if missing := [name for name in needed if name not in rows]:
         raise ValueError(f"{path} is no sweep of the toy cell: it has no column {', '.join(missing)}")

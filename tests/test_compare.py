@@ -163,3 +163,17 @@ def test_cells_of_numbers_and_words(folders):
     assert compare.compare(*folders).agree
     change(folders[1], 1, "value", "41.0", "published")
     assert "not available expected, 41.0 found" in compare.compare(*folders).differences[0]
+
+
+@pytest.mark.parametrize("name", ["tables/methods.csv", "artefacts/02_x.json", "notebooks/02_x.ipynb"])
+@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff"])
+def test_a_damaged_file_is_named(folders, name, content):
+    (folders[1] / name).write_bytes(content)
+    outcome = CliRunner().invoke(cli.main, ["compare", *map(str, folders)])
+    assert outcome.exit_code == 1
+    if name.endswith("csv") and content == b"[1]":  # a table all the same, of another column
+        assert "tables/methods.csv: the columns differ" in outcome.output
+    else:
+        assert outcome.output.splitlines() == [
+            f"Error: {folders[1] / name} is damaged: delete it and run the same command again."
+        ]

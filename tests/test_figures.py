@@ -1,7 +1,10 @@
 """Figures and progress: what they say, not how they look."""
 
+import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import pytest
+import seaborn as sns
 import torch
 
 from jemlib import figures, figures_images
@@ -38,6 +41,15 @@ def test_training_curves_say_gaps_and_endings():
     assert len(fig.axes) == 2 and "st_jem 0.5" in alt and "st_jem diverged at step 2" in alt
     _, alt = figures_images.learning_curves(histories, "title")
     assert "softmax 0.900, st_jem 0.900" in alt
+
+
+def test_numbers_of_a_heatmap_stand_out_from_their_cells():
+    fig, ax = plt.subplots()
+    sns.heatmap(np.array([[0.0, 1.0], [0.9, np.nan]]), cmap="Greys", annot=True, ax=ax)
+    ax.text(1.5, 1.5, "none")  # what the figures write where a cell has no value
+    figures.readable(ax)
+    assert [text.get_color() for text in ax.texts] == ["black", "white", "white", "black"]
+    plt.close(fig)
 
 
 @pytest.mark.parametrize(("wish", "bar"), [("bar", True), ("lines", False), ("none", False)])

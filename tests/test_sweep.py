@@ -417,6 +417,28 @@ def test_the_region_needs_half_of_one_and_none_of_the_other():
     assert "at none of 2 settings" in stability.sentence(counts[counts["step_size"] == 0.2], nothing)
 
 
+def test_what_is_said_beside_the_prediction_is_counted():
+    rows = [
+        ("jem", 1, 0.1),
+        ("jem", 2, 5.0),
+        ("jem", 3, np.nan),
+        ("st_jem", 1, 0.3),
+        ("st_jem", 2, 0.5),
+        ("st_jem", 3, 0.7),
+    ]
+    counts = pd.DataFrame(rows, columns=["method", "n_steps", "kl_nats"]).assign(lr=0.01, step_size=0.1)
+    predicted = pd.DataFrame({"method": ["jem", "st_jem", "st_jem"], "kl_nats": [np.nan, 0.2, 0.6]})
+    ours, theirs = stability.beside_prediction(counts, predicted).splitlines()
+    assert ours == (
+        "st_jem, 3 settings: 0.300 to 0.700 nats from the data, predicted 0.200 to 0.600; 1 settings lie above that."
+    )
+    assert theirs == (
+        "jem, 2 settings with survivors: in 1 they are more than 1 nat from the data; in 1 they are nearer than st_jem."
+    )
+    alone = stability.beside_prediction(counts[counts["method"] == "st_jem"], predicted)
+    assert "jem, 0 settings with survivors" in alone
+
+
 def test_a_sweep_is_read_without_the_cells_that_raised(tmp_path):
     rows = grid_rows()
     rows.loc[0, ["status", "lr", "accuracy"]] = ["raised", np.nan, np.nan]
@@ -425,4 +447,7 @@ def test_a_sweep_is_read_without_the_cells_that_raised(tmp_path):
     assert (len(read), without) == (len(rows) - 1, 1)
     rows.drop(columns="kl_nats").to_csv(tmp_path / "sweep.csv", index=False)
     with pytest.raises(ValueError, match="no column kl_nats"):
+        stability.read(tmp_path / "sweep.csv")
+    (tmp_path / "sweep.csv").write_text("")
+    with pytest.raises(ResultsError, match=r"sweep\.csv is damaged"):
         stability.read(tmp_path / "sweep.csv")
