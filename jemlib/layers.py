@@ -12,6 +12,7 @@ class Conv2d(nn.Conv2d):
 
     At stride 1 that gradient is the convolution of dL/dy with the kernel turned by 180 degrees and its channels
     swapped: oneDNN has faster kernels for it than for the input gradient, and they round alike.
+    At other strides it is a transposed convolution, which oneDNN computes as autograd would, in less time.
     At any stride the input itself is not kept, which only a gradient of the weights would need.
     """
 
@@ -33,12 +34,13 @@ class _FrozenConv(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (weight,) = ctx.saved_tensors
+        sizes = list(zip(ctx.shape[2:], grad.shape[2:], weight.shape[2:], ctx.stride, ctx.padding, strict=True))
         if ctx.stride == (1, 1):
             turned = weight.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)
-            padding = [size - 1 - p for size, p in zip(weight.shape[2:], ctx.padding, strict=True)]
-            of_input = F.conv2d(grad, turned, padding=padding)
-        else:
-            of_input = torch.nn.grad.conv2d_input(ctx.shape, weight, grad, ctx.stride, ctx.padding)
+            of_input = F.conv2d(grad, turned, padding=[k - 1 - p for _, _, k, _, p in sizes])
+        else:  # the same kernel as autograd's, in the layout of `grad`
+            rest = [n - ((m - 1) * s - 2 * p + k) for n, m, k, s, p in sizes]
+            of_input = F.conv_transpose2d(grad, weight, stride=ctx.stride, padding=ctx.padding, output_padding=rest)
         return of_input, None, None, None, None
 
 

@@ -20,15 +20,17 @@ def gradient_of_input(layer, x):
 
 
 @pytest.mark.parametrize(
-    ("channels", "kernel", "padding", "stride"), [(3, 3, 1, 1), (16, 3, 1, 2), (16, 1, 0, 1), (16, 5, 1, 1)]
+    ("channels", "kernel", "padding", "stride"),
+    [(3, 3, 1, 1), (16, 3, 1, 2), (16, 1, 0, 1), (16, 1, 0, 2), (16, 5, 1, 1), (16, 5, 1, 3)],
 )
-def test_input_gradient_of_a_frozen_convolution(channels, kernel, padding, stride):
+@pytest.mark.parametrize("size", [(12, 12), (13, 13), (9, 14)])
+def test_input_gradient_of_a_frozen_convolution(channels, kernel, padding, stride, size):
     torch.manual_seed(0)
     torch_conv = nn.Conv2d(channels, 32, kernel, padding=padding, stride=stride).to(memory_format=torch.channels_last)
     ours = Conv2d(channels, 32, kernel, padding=padding, stride=stride).to(memory_format=torch.channels_last)
     ours.load_state_dict(torch_conv.state_dict())
     ours.requires_grad_(False)
-    x = images(8, channels, 12, 12)
+    x = images(8, channels, *size)
     for a, b in zip(gradient_of_input(torch_conv, x), gradient_of_input(ours, x), strict=True):
         assert torch.allclose(a, b, atol=1e-4)
 
