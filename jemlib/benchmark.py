@@ -56,7 +56,7 @@ CASES = {
 _COLUMNS = [
     *("network", "what", "batch", "n_steps", "precision", "threads", "plain_ms", "ours_ms", "ratio"),
     *("images_steps_per_s", "gflops", "peak_gflops", "share_of_peak"),
-    *("plain_peak_mb", "ours_peak_mb", "memory_ratio", "device", "gpu", "torch"),
+    *("plain_peak_mb", "ours_peak_mb", "memory_ratio", "device", "gpu", "torch", "commit"),
 ]
 _ON_GPU = {"batch": 64, "n_steps": 20, "repeats": 10}  # for every case
 _GROWTH = {"batch": (16, 32, 64, 128), "n_steps": (5, 10, 20, 40), "width": (8, 16, 32, 64)}  # of the MNIST net
@@ -223,6 +223,7 @@ def suite(store: Store, names: Iterable[str], wanted: str = "auto", *, growth: b
     machine = provenance()
     gpu = device.type == "cuda"
     about = {"device": machine["device" if gpu else "cpu"], "gpu": gpu, "torch": torch.__version__}
+    about["commit"] = f"{machine['commit'] or 'unknown'}"[:10] + ("-changed" if machine["dirty"] else "")
     rows, table = [], pd.DataFrame()
     for name in names:
         case = CASES[name]._replace(**_ON_GPU) if gpu else CASES[name]

@@ -24,7 +24,7 @@ NBDIME_CONFIG = Path(__file__).parent / "nbdime" / "nbdime_config.json"
 SPREADS = 4.0
 #: measured column -> (absolute, relative) tolerance between machines; one that is not named has the last line's
 TOLERANCES: dict[str, tuple[float, float]] = {
-    "accuracy": (0.03, 0.0),
+    "accuracy": (0.03, 0.0), "judge_accuracy": (0.03, 0.0),
     "class_agreement": (0.1, 0.0),
     "energy_gap": (2.0, 0.0),
     "auroc": (0.15, 0.0), "aupr": (0.15, 0.0), "fpr95": (0.3, 0.0),

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from jemlib import objectives
+from jemlib import nets, objectives
 from jemlib.sampler import implied_temperature
 
 #: raised whenever the same configuration comes to mean another computation, so that no older run passes for it
@@ -81,6 +81,14 @@ class TrainConfig(BaseModel):
         method = self.objective()  # raises for a name that is not in the table
         if method.samples and self.buffer_size < self.batch_size:
             raise ValueError(f"buffer_size {self.buffer_size} is smaller than batch_size {self.batch_size}")
+        if not method.samples and (method.energy_l2 or (method.mi_weight and method.mi_on == "samples")):
+            raise ValueError(f"method {self.method} draws no samples, which energy_l2 and mi_on='samples' are taken on")
+        if method.generative != "x|y" and (self.anchor, self.exponent) != (None, None):
+            raise ValueError(f"anchor and exponent are of importance weights, which method {self.method} has none of")
+        if self.network == "mlp" and self.augment != "none":
+            raise ValueError(f"augment={self.augment!r} is for images, which the network mlp does not take")
+        if self.network == "wide_resnet":
+            nets.blocks_per_stage(self.depth)  # raises for a depth that there is not
         return self
 
     def objective(self) -> objectives.Method:

@@ -57,7 +57,7 @@ def readable(ax: Axes) -> None:
 # --- notebook 01: exact references and toy distributions ----------------------------------------------------
 
 
-def stationary_distributions(curves: pd.DataFrame) -> tuple[Figure, str]:
+def stationary_distributions(curves: pd.DataFrame, title: str) -> tuple[Figure, str]:
     """Where updates come to rest on a finite space. curves: as of `equations.fixed_points`."""
     samplers = list(dict.fromkeys(curves["sampler"]))
     fig, axes = plt.subplots(1, len(samplers), figsize=(9, 3.4), sharey=True)
@@ -78,14 +78,15 @@ def stationary_distributions(curves: pd.DataFrame) -> tuple[Figure, str]:
         ax.set(title=f"sampler: {sampler}", xlabel="state, in order of p_data")
         ax.legend()
     axes[0].set_ylabel("probability")
+    fig.suptitle(title)
     return fig, (
-        "Two panels of probabilities over states, the data as grey bars. With a perfect sampler the plain average "
-        "matches the bars, weights and whole batch are flatter; with a uniform sampler the weights match them, the "
-        "whole batch is flatter and the plain average has no distribution. Measured points lie on predicted lines."
+        f"{title}. Two panels of probabilities over states, the data as grey bars. With a perfect sampler the plain "
+        "average matches the bars, weights and whole batch are flatter; with a uniform sampler the weights match them, "
+        "the whole batch is flatter and the plain average has no distribution. Measured points lie on predicted lines."
     )
 
 
-def estimator_errors(rows: pd.DataFrame, size: int) -> tuple[Figure, str]:
+def estimator_errors(rows: pd.DataFrame, size: int, title: str) -> tuple[Figure, str]:
     """Bias, spread and cosine of gradient estimators. rows: as of `estimators.compare`; size: N of the upper row."""
     fig, axes = plt.subplots(2, 3, figsize=(9, 5.6))
     quantities = [
@@ -109,11 +110,13 @@ def estimator_errors(rows: pd.DataFrame, size: int) -> tuple[Figure, str]:
         axes[1, column].minorticks_off()
     handles, labels = axes[0, 0].get_legend_handles_labels()
     axes[0, 0].get_legend().remove()
-    fig.legend(handles, labels, loc="outside upper center", ncols=3)
+    fig.legend(handles, labels, loc="outside lower center", ncols=3)
+    fig.suptitle(title)
     return fig, (
-        "Six panels. Upper row: the bias of the plain average rises from zero with the share of uniform noise while "
-        "that of the weighted estimators falls, to zero for weights alone; the whole batch has the smallest spread. "
-        "Lower row: with uniform noise, spread falls with the number of samples; the plain average keeps its bias."
+        f"{title}. Six panels. Upper row: the bias of the plain average rises from zero with the share of uniform "
+        "noise while that of the weighted estimators falls, to zero for weights alone; the whole batch has the "
+        "smallest spread. Lower row: with uniform noise, spread falls with the number of samples; the plain average "
+        "keeps its bias."
     )
 
 
@@ -155,7 +158,7 @@ def _title(run: ToyRun) -> str:
     return f"{run.method}, seed {run.seed}{state}\nKL to data {run.scores['kl_nats']:.3f} nats"
 
 
-def through_training(history: pd.DataFrame, quantities: dict[str, str]) -> tuple[Figure, str]:
+def through_training(history: pd.DataFrame, quantities: dict[str, str], title: str) -> tuple[Figure, str]:
     """Monitors by iteration, a line the median over seeds, a band their range. quantities: column -> axis label."""
     fig, axes = plt.subplots(1, len(quantities), figsize=(9, 4.2))
     methods = list(dict.fromkeys(history["method"]))
@@ -168,17 +171,21 @@ def through_training(history: pd.DataFrame, quantities: dict[str, str]) -> tuple
     axes[0].set_yscale("log")
     handles, labels = axes[0].get_legend_handles_labels()
     axes[0].get_legend().remove()
-    fig.legend(handles, labels, loc="outside upper center", ncols=4)
+    fig.legend(handles, labels, loc="outside lower center", ncols=4)
+    fig.suptitle(title)
     history = history.dropna(subset=list(quantities))  # the row in which a run diverged has no score
     last = history[history["step"] == history.groupby(["method", "seed"])["step"].transform("max")]
     ends = last.groupby("method", sort=False)[list(quantities)].median()
     said = "; ".join(
         f"{m}: " + ", ".join(f"{v:.3g}" for v in row) for m, row in zip(ends.index, ends.to_numpy(), strict=True)
     )
-    return fig, f"{' and '.join(quantities.values())} by iteration. At the last logged iteration, medians: {said}."
+    return (
+        fig,
+        f"{title}. {' and '.join(quantities.values())} by iteration. At the last logged iteration, medians: {said}.",
+    )
 
 
-def divergence(history: pd.DataFrame, statuses: dict[str, Iterable[str]]) -> tuple[Figure, str]:
+def divergence(history: pd.DataFrame, statuses: dict[str, Iterable[str]], title: str) -> tuple[Figure, str]:
     """Energy gap and KL by iteration where the sampler has failed. statuses: method -> its runs' endings."""
     fig, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharex=True)
     methods = list(dict.fromkeys(history["method"]))
@@ -194,6 +201,9 @@ def divergence(history: pd.DataFrame, statuses: dict[str, Iterable[str]]) -> tup
         ax.set(xlabel="iteration", ylabel=label, yscale="log")
     handles, labels = axes[0].get_legend_handles_labels()
     axes[0].get_legend().remove()
-    fig.legend(handles, labels, loc="outside upper center", ncols=3)
-    said = "; ".join(f"{name}: {', '.join(sorted(set(endings)))}" for name, endings in statuses.items())
-    return fig, f"Energy gap and KL by iteration with uniform noise as samples. Endings: {said}."
+    endings = {name: ", ".join(sorted(set(found))) for name, found in statuses.items()}
+    labels = [name if endings.get(name, "ok") == "ok" else f"{name}: {endings[name]}" for name in labels]
+    fig.legend(handles, labels, loc="outside lower center", ncols=2)
+    fig.suptitle(title)
+    said = "; ".join(f"{name}: {ending}" for name, ending in endings.items())
+    return fig, f"{title}. Energy gap and KL by iteration. Endings: {said}."

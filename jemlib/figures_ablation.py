@@ -19,10 +19,11 @@ ARM_COLORS = {
 ARM_DASHES = {"plain": (1, 1), "none": (4, 1), "own": (5, 2), "tempered": (3, 1, 1, 1), "batch": ""}
 
 
-def cells(summary: pd.DataFrame, quantity: str, title: str, better: str = "low") -> tuple[Figure, str]:
+def cells(summary: pd.DataFrame, quantity: str, title: str, label: str, better: str = "low") -> tuple[Figure, str]:
     """Arms by settings, each cell the mean of `quantity` over surviving runs; a cell without any says diverged.
 
-    summary: as of `ablation.summary`; better: whether low or high values are good, for the colours.
+    summary: as of `ablation.summary`; label: of the colour bar; better: whether low or high values are good, for the
+    colours.
     """
     order = {"index": list(dict.fromkeys(summary["arm"])), "columns": list(dict.fromkeys(summary["setting"]))}
     wide = summary.pivot(index="arm", columns="setting")
@@ -32,7 +33,9 @@ def cells(summary: pd.DataFrame, quantity: str, title: str, better: str = "low")
     texts = texts + seeds.astype(str) + ")"
     fig, ax = plt.subplots(figsize=(1.5 * mean.shape[1] + 2.2, 0.62 * mean.shape[0] + 1.3))
     colours = "cividis_r" if better == "low" else "cividis"
-    sns.heatmap(mean, annot=texts, fmt="", cmap=colours, linewidths=1, ax=ax, annot_kws={"size": 9})
+    sns.heatmap(
+        mean, annot=texts, fmt="", cmap=colours, linewidths=1, ax=ax, annot_kws={"size": 9}, cbar_kws={"label": label}
+    )
     for i, j in zip(*mean.isna().to_numpy().nonzero(), strict=True):  # seaborn leaves empty cells unlabelled
         ax.text(j + 0.5, i + 0.5, texts.iloc[i, j], ha="center", va="center", size=9)
     readable(ax)

@@ -23,6 +23,7 @@ _SCORE_LABELS = {
     "neg_grad_norm": "−|∇ log p(x)|",
 }
 _TINY = 1e-30
+_FEW = 10
 #: how a histogram shows a score: the label of the axis, and a strictly increasing map that spreads the values out
 _SHOWN = {
     "log_px": ("log p(x) + const (nats)", lambda s: s),
@@ -36,7 +37,8 @@ _SET_STYLES = [(_COLORS[1], "-"), (_COLORS[2], "--"), (_COLORS[4], "-."), (_COLO
 def reliability_diagrams(curves: pd.DataFrame, table: pd.DataFrame, title: str) -> tuple[Figure, str]:
     """Accuracy by confidence with the counts below, a column a model, before and after temperature scaling.
 
-    curves, table: what `calibration.table` returns, for the models of one figure.
+    curves, table: what `calibration.table` returns, for the models of one figure. Bins of fewer than 10 images are
+    hollow and not joined to the line.
     """
     models = list(dict.fromkeys(curves["model"]))
     size = (2.3 * len(models) + 0.8, 4.6)
@@ -49,7 +51,10 @@ def reliability_diagrams(curves: pd.DataFrame, table: pd.DataFrame, title: str) 
         for scaling, (label, color, marker, dashes) in _SCALINGS.items():
             bins = curves[(curves["model"] == name) & (curves["scaling"] == scaling)]
             style = {"color": color, "ls": dashes, "lw": 1.2, "label": label}
-            above.plot(bins["confidence"], bins["accuracy"], marker=marker, ms=4, **style)
+            enough = bins["count"] >= _FEW  # the accuracy of a handful of images is no point of a curve
+            above.plot(bins["confidence"][enough], bins["accuracy"][enough], marker=marker, ms=4, **style)
+            few = bins[~enough]
+            above.plot(few["confidence"], few["accuracy"], marker, color=color, ms=4, mfc="none", mew=0.8)
             middle = (bins["low"] + bins["high"]) / 2
             below.plot(middle, bins["count"], marker=marker, ms=4, **style)
         ece = rows["ece"]

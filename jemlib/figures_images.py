@@ -70,6 +70,7 @@ def energies(
     layout = {"sharex": True, "squeeze": False, "height_ratios": [3, 2]}
     fig, axes = plt.subplots(2, columns, figsize=(3 * columns, 4.8), **layout)
     for (above, below), (name, runs) in zip(axes.T, shown.items(), strict=True):
+        below.sharey(axes[1, 0])  # before its line is drawn: limits of what was drawn are not taken over
         for i, run in enumerate(runs):
             data, samples = ("data", "samples") if i == 0 else (None, None)
             above.plot(run["step"], run["energy_data"], color=METHOD_COLORS[name], label=data)
@@ -83,9 +84,8 @@ def energies(
         below.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         below.axhline(0, color="0.4", lw=0.8)
         below.set_yscale("symlog", linthresh=1)
-        below.sharey(axes[1, 0])
         below.label_outer(remove_inner_ticks=True)
-    axes[0, 0].set_ylabel("mean energy E(x) (nats)")
+    axes[0, 0].set_ylabel("mean energy E(x)\n(nats, each its own scale)")
     axes[1, 0].set_ylabel("E(samples) − E(data)\n(nats, one scale for all)")
     if shown:
         axes[0, 0].legend(frameon=False)

@@ -12,6 +12,8 @@ from matplotlib.ticker import LogLocator
 
 from jemlib.figures import readable
 
+_OUTLINE = {"fill": False, "edgecolor": "#d62728", "linewidth": 2.5}
+
 
 def maps(
     counts: pd.DataFrame,
@@ -24,13 +26,15 @@ def maps(
     panel: str,
     columns: int = 2,
     marked: pd.DataFrame | None = None,
+    marked_label: str = "",
     log: bool = False,
     better: str = "high",
 ) -> tuple[Figure, str]:
     """Panels of y by x, coloured by `value`, with "alive/runs" in every cell; (figure, alt text).
 
-    counts: as of `sweep.counts`, with the columns x, y and panel; marked: rows of x, y and panel that get an outline;
-    better: whether high or low values are good, for the colours. A cell without a value has its count on grey.
+    counts: as of `sweep.counts`, with the columns x, y and panel; marked: rows of x, y and panel that get an outline,
+    which the legend calls marked_label; better: whether high or low values are good, for the colours. A cell without a
+    value has its count on grey.
     """
     panels = list(dict.fromkeys(counts[panel]))
     order = {"index": sorted(set(counts[y])), "columns": sorted(set(counts[x]))}
@@ -62,7 +66,7 @@ def maps(
         if marked is not None:
             for row in marked[marked[panel] == name].to_dict("records"):
                 corner = (order["columns"].index(row[x]), order["index"].index(row[y]))
-                ax.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="#d62728", linewidth=2.5))
+                ax.add_patch(Rectangle(corner, 1, 1, **_OUTLINE))
         ax.set(title=name, xlabel=x, ylabel=y)
         ax.tick_params(axis="y", rotation=0)
         ax.tick_params(axis="x", rotation=0)
@@ -72,6 +76,9 @@ def maps(
     for ax in axes.flat:
         ax.label_outer()
     fig.suptitle(title, size=11)
+    if marked is not None and len(marked):
+        handle = Rectangle((0, 0), 1, 1, label=marked_label, **_OUTLINE)
+        fig.legend(handles=[handle], loc="outside lower center", frameon=False)
     ticks = {"ticks": LogLocator(subs=(1.0, 3.0)), "format": "%g"} if "norm" in colours else {}
     bar = fig.colorbar(axes.flat[0].collections[0], ax=axes, label=label, shrink=0.8, **ticks)
     bar.ax.minorticks_off()

@@ -77,6 +77,8 @@ def _about(folder: Path, table: pd.DataFrame) -> str:
     budget = f"{config['n_iterations']} iterations of {each} and {config['n_steps']} SGLD steps"
     if "n_frechet" in table:
         budget += f", {table['n_frechet'].max()} fresh chains"
+    if "n_test" in table:
+        budget += f", {table['n_test'].max():,} test images, a judge of {table['judge_accuracy'].max():.1%} accuracy"
     where = f"commit {commit}{', changed' if record['dirty'] else ''}, {threads}, {record['cpu']}"
     return f"{record['data']['source']}, {TrainConfig(**config).network_name()}, {budget} ({where})"
 

@@ -1,4 +1,4 @@
-"""Two layers of torch's, bit for bit, that cost less where a sampler asks for the gradient of the input."""
+"""Two layers of torch's, the same function, that cost less where a sampler asks for the gradient of the input."""
 
 from __future__ import annotations
 
@@ -18,10 +18,18 @@ class Conv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         sampling = torch.is_grad_enabled() and x.requires_grad and not self.weight.requires_grad
-        channels_last = self.weight.is_contiguous(memory_format=torch.channels_last)
-        if sampling and channels_last and x.device.type == "cpu":
+        if sampling and x.device.type == "cpu" and x.dim() == 4 and self._usual():
             return _FrozenConv.apply(x, self.weight, self.bias, self.stride, self.padding)
         return super().forward(x)
+
+    def _usual(self) -> bool:
+        """Whether it is a convolution as `_FrozenConv` differentiates it: without dilation, groups, other padding."""
+        return (
+            self.weight.is_contiguous(memory_format=torch.channels_last)
+            and (self.dilation, self.groups, self.padding_mode) == ((1, 1), 1, "zeros")
+            and not isinstance(self.padding, str)
+            and all(p < k for p, k in zip(self.padding, self.kernel_size, strict=True))
+        )
 
 
 class _FrozenConv(torch.autograd.Function):
@@ -47,7 +55,7 @@ class _FrozenConv(torch.autograd.Function):
 class LeakyReLU(nn.Module):
     """max(x, slope x) for a slope in (0, 1), which keeps its output for the backward pass and not its input.
 
-    The convolution that follows keeps that tensor anyway, so a residual block holds two tensors less.
+    In training the convolution that follows keeps that tensor anyway, so a residual block holds two tensors less.
     """
 
     def __init__(self, slope: float):

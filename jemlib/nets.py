@@ -45,7 +45,7 @@ def conv_net(n_classes: int, *, channels: int = 1, size: int = 28, width: int = 
 def wide_resnet(
     n_classes: int, *, channels: int = 3, depth: int = 10, width: int = 2, norm: str | None = None
 ) -> nn.Module:
-    """A wide residual net as JEM uses it, for images (B, channels, H, W), H and W multiples of 4.
+    """A wide residual net as JEM uses it, for images (B, channels, H, W), of any size.
 
     depth: 6n + 4 layers, n pre-activation blocks in each of three stages; width: k, the stages have 16k, 32k and 64k
     channels. LeakyReLU(0.2), no normalization; as in the original net, a block's first convolution has the stride.
@@ -56,9 +56,7 @@ def wide_resnet(
         raise ValueError(
             f"wide_resnet has no norm={norm!r}: under batch statistics p(x) is no function of x alone; leave norm=None"
         )
-    blocks, rest = divmod(depth - 4, 6)
-    if rest or blocks < 1:
-        raise ValueError(f"the depth of a wide_resnet is 6n + 4 (10, 16, 22, 28, ...), not {depth}")
+    blocks = blocks_per_stage(depth)
     widths = [16] + [16 * width * 2**stage for stage in range(3) for _ in range(blocks)]
     strides = [2 if stage and not i else 1 for stage in range(3) for i in range(blocks)]
     net = nn.Sequential(
@@ -70,6 +68,14 @@ def wide_resnet(
         nn.Linear(widths[-1], n_classes),
     )
     return net.to(memory_format=torch.channels_last)  # the same within rounding, in less time on a CPU
+
+
+def blocks_per_stage(depth: int) -> int:
+    """n of a wide_resnet of 6n + 4 layers; ValueError for another depth."""
+    blocks, rest = divmod(depth - 4, 6)
+    if rest or blocks < 1:
+        raise ValueError(f"the depth of a wide_resnet is 6n + 4 (10, 16, 22, 28, ...), not {depth}")
+    return blocks
 
 
 class _Block(nn.Module):

@@ -86,12 +86,12 @@ def _speed(table: pd.DataFrame) -> str:
         ])  # fmt: skip
     head = [
         "network", "what", "batch × steps", "precision", "plain, ms", "ours, ms", "plain / ours", "images × steps / s",
-        "GFLOP/s", "of the peak", "memory, ours / plain",
+        "GFLOP/s, ours", "of the peak, ours", "memory, ours / plain",
     ]  # fmt: skip
-    devices, threads = ", ".join(table["device"].unique()), ", ".join(map(str, table["threads"].unique()))
+    devices, threads, commits = (", ".join(map(str, table[key].unique())) for key in ("device", "threads", "commit"))
     about = "JEM's iteration written the usual way (float32) against ours, taking turns in one run"
     gpu = "" if table["gpu"].any() else " Figures on CUDA are not measured yet."
-    return f"**Speed**: {about} ({devices}, {threads} threads).{gpu}\n\n{_markdown(head, rows)}"
+    return f"**Speed**: {about} ({devices}, {threads} threads, commit {commits}).{gpu}\n\n{_markdown(head, rows)}"
 
 
 def _savings(table: pd.DataFrame) -> str:

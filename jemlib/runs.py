@@ -99,16 +99,20 @@ def method_table(
 ) -> tuple[pd.DataFrame, dict[str, Labelled]]:
     """The table of a methods' notebook: one row a run, on test data, each row added to the run's record.
 
-    trained: pairs as `train` returns them; options: as of `evaluation.assess`. Returns (table, method -> fresh
-    samples of its first seed).
+    trained: pairs as `train` returns them; options: as of `evaluation.assess`. judge_accuracy is on validation data.
+    Returns (table, method -> fresh samples of its first seed).
     """
     reference = evaluation.features(judge, dataset.test.x)
+    sizes = {
+        "n_test": len(dataset.test.x),
+        "judge_accuracy": evaluation.classification(judge, dataset.val)["accuracy"],
+    }
     rows, fresh = [], {}
     for name, result in trained:
         row, samples = evaluation.assess(result, dataset.test, judge, reference, **options)
         add_metrics(store, name, row)
         about = {"data_source": dataset.source, "network": result.config.network_name()}
-        rows.append(about | row | {"run": name})
+        rows.append(about | row | sizes | {"run": name})
         if samples is not None:
             fresh.setdefault(result.config.method, samples)
     return pd.DataFrame(rows), fresh

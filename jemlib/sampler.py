@@ -65,10 +65,10 @@ def implied_temperature(step_size: float, noise_std: float) -> float:
 
 
 @contextmanager
-def frozen(model: object, *, train_mode: bool | None = False) -> Iterator[None]:
+def frozen(model: object) -> Iterator[None]:
     """Inside: no parameter asks for a gradient and modules are in eval mode; outside: all flags as they were.
 
-    Freezing spares autograd the weights' half of every backward pass. `train_mode=None` leaves the mode alone.
+    Freezing spares autograd the weights' half of every backward pass.
     """
     if not isinstance(model, nn.Module):
         yield
@@ -78,8 +78,7 @@ def frozen(model: object, *, train_mode: bool | None = False) -> Iterator[None]:
     try:
         for parameter, _ in flags:
             parameter.requires_grad_(False)
-        if train_mode is not None:
-            model.train(train_mode)
+        model.eval()
         yield
     finally:
         for parameter, flag in flags:
@@ -205,8 +204,8 @@ def _log_acceptance(start: _State, end: _State) -> Tensor:
 class ReplayBuffer:
     """Persistent chains (PCD): where the last call of SGLD left them, with the label each chain belongs to.
 
-    The store is a tensor of its own: what comes out is a copy and what goes in is copied, so no graph and no alias
-    survives. Randomness is explicit: every method that draws takes a generator.
+    What `draw` gives is a copy and what `put` takes is copied, so no graph and no alias of a step survives.
+    Randomness is explicit: every method that draws takes a generator.
     """
 
     def __init__(
@@ -231,10 +230,9 @@ class ReplayBuffer:
         high: float = 1.0,
         generator: torch.Generator,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
     ) -> ReplayBuffer:
         """A buffer of `size` uniform chains; with n_classes, labels in equal shares (sizes differ by 1 at most)."""
-        x = uniform((size, *shape), low, high, generator=generator, device=device, dtype=dtype)
+        x = uniform((size, *shape), low, high, generator=generator, device=device)
         y = None if n_classes is None else torch.arange(size, device=device) % n_classes
         return cls(x, y, low=low, high=high)
 

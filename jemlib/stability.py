@@ -86,12 +86,27 @@ def read(path: str | Path) -> tuple[pd.DataFrame, int]:
     A relative path counts from the repository. ValueError where the table has not the columns of `toy`.
     """
     rows = read_csv(repo_root() / Path(path).expanduser())
-    needed = ["dataset", "method", "lr", "n_steps", "step_size", "seed", "kl_nats", "accuracy", "status"]
+    needed = [
+        "dataset",
+        "method",
+        "lr",
+        "n_steps",
+        "step_size",
+        "seed",
+        "n_iterations",
+        "kl_nats",
+        "accuracy",
+        "status",
+    ]
     if missing := [name for name in needed if name not in rows]:
         raise ValueError(f"{path} is no sweep of the toy cell: it has no column {', '.join(missing)}")
     without = rows["status"].isin(sweep.STATUSES_WITHOUT_RESULT)
     # the records and cells are those of the sweep's folder
-    rows = rows[~without].astype({"n_steps": int, "seed": int}).drop(columns=["run", "cell"], errors="ignore")
+    rows = (
+        rows[~without]
+        .astype({"n_steps": int, "seed": int, "n_iterations": int})
+        .drop(columns=["run", "cell"], errors="ignore")
+    )
     return rows.reset_index(drop=True), int(without.sum())
 
 

@@ -191,8 +191,6 @@ class _Run:
         self.train = Labelled(train.x.to(self.device), train.y.to(self.device))
         shape = tuple(train.x.shape[1:])
         self.model = build_model(config, shape, n_classes).to(self.device)
-        if self.device.type == "cuda":
-            self.model.to(memory_format=torch.channels_last)  # the layout of tensor cores; of convolutions alone
         fused = {"fused": True} if self.device.type == "cuda" else {}
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.lr, betas=(config.beta1, 0.999), **fused)
         # separate streams: what the sampler draws never changes which data a method sees

@@ -88,7 +88,7 @@ def test_summary_keeps_failures_and_leaves_their_numbers_out():
 
 
 def test_figures_name_the_dead_cells():
-    _, alt = figures_ablation.cells(ablation.summary(ROWS, ["kl_nats"]), "kl_nats", "title")
+    _, alt = figures_ablation.cells(ablation.summary(ROWS, ["kl_nats"]), "kl_nats", "title", "KL, nats")
     assert "plain: 1 (1 of 2), diverged (0 of 2)" in alt
     _, alt = figures_ablation.survival(ablation.survival(ROWS), "title")
     assert "plain 25%, batch 100%" in alt

@@ -204,10 +204,16 @@ def test_tables(results, monkeypatch, tmp_path):
 
 def test_claims_about_joint_models_follow_the_tables():
     about = {"in_dataset": "MNIST", "status": "ok", "auroc_se": 0.01}
-    figures = {("softmax", "log_px"): 0.5, ("softmax", "max_prob"): 0.9, ("st_jem", "log_px"): 0.8}
-    figures["st_jem", "max_prob"] = 0.7
+    figures = {  # on three sets, and a fourth that was not available
+        ("softmax", "log_px"): (0.5, 0.5, 0.5),
+        ("softmax", "max_prob"): (0.9, 0.9, 0.2),
+        ("st_jem", "log_px"): (0.8, 0.8, 0.99),
+        ("st_jem", "max_prob"): (0.7, 0.79, 0.995),
+    }
     detected = [
-        about | {"model": m, "method": m, "score": score, "auroc": value} for (m, score), value in figures.items()
+        about | {"model": m, "method": m, "score": score, "ood_dataset": other, "auroc": value}
+        for (m, score), values in figures.items()
+        for other, value in zip("abcd", (*values, float("nan")), strict=True)
     ]
     calibrated = [
         {"model": method, "method": method, "scaling": scaling, "ece": value}
@@ -216,3 +222,9 @@ def test_claims_about_joint_models_follow_the_tables():
     ]
     found = detection.claims(pd.DataFrame(calibrated), pd.DataFrame(detected))
     assert found["holds"].tolist() == [False, True, True, False]
+    assert found["figures"].tolist() == [
+        "ECE 0.0300 against 0.0200",
+        "ECE 0.0100 against 0.0200, and softmax as trained 0.0200",
+        "better on 1 of 3 sets, worse on 0; mean AUROC 0.863 against 0.828",  # 0.01 is within the errors
+        "better on 1 of 3 sets, worse on 2 (a, b); mean AUROC 0.863 against 0.667",
+    ]

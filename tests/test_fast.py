@@ -85,8 +85,8 @@ def test_on_cuda_convolutions_repeat():
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_energies_in_bfloat16_are_near_those_in_float32(channels_last):
     torch.manual_seed(0)
-    model = JEM(conv_net(10, size=8, width=8))
-    model = model.to(memory_format=torch.channels_last) if channels_last else model
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model = JEM(conv_net(10, size=8, width=8)).to(memory_format=layout)
     lowered = precision.Lowered(model, torch.bfloat16)
     with torch.no_grad():
         model.backbone[1].weight.mul_(3)  # after the copy was made

@@ -1,4 +1,4 @@
-"""Our layers against torch's own: the same numbers, bit for bit where the run records depend on them."""
+"""Our layers against torch's own."""
 
 import pytest
 import torch
@@ -33,6 +33,20 @@ def test_input_gradient_of_a_frozen_convolution(channels, kernel, padding, strid
     x = images(8, channels, *size)
     for a, b in zip(gradient_of_input(torch_conv, x), gradient_of_input(ours, x), strict=True):
         assert torch.allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"padding_mode": "reflect", "padding": 1}, {"dilation": 2}, {"groups": 4}, {"padding": "same"}, {"padding": 3}],
+)
+def test_other_convolutions_are_torchs(options):
+    torch.manual_seed(0)
+    theirs, ours = (kind(8, 16, 3, **options).to(memory_format=torch.channels_last) for kind in (nn.Conv2d, Conv2d))
+    ours.load_state_dict(theirs.state_dict())
+    ours.requires_grad_(False)
+    x = images(2, 8, 9, 9)
+    assert all(map(torch.equal, gradient_of_input(theirs, x), gradient_of_input(ours, x)))
+    assert ours(x[0].requires_grad_()).shape == theirs(x[0]).shape, "one image without a batch"
 
 
 def test_the_fast_path_is_taken_only_while_frozen_and_channels_last(monkeypatch):

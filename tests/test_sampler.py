@@ -9,7 +9,7 @@ from torch import nn
 from jemlib.checks import Flat, Mixture
 from jemlib.energy import JEM
 from jemlib.nets import mlp
-from jemlib.sampler import ReplayBuffer, constant, frozen, implied_temperature, polynomial_decay, sgld
+from jemlib.sampler import ReplayBuffer, constant, implied_temperature, polynomial_decay, sgld
 
 
 def rng(seed=0):
@@ -215,13 +215,6 @@ def test_mixed_flags_and_modes_are_restored(fails):
         sgld(net, torch.ones(1, 2), n_steps=2, step_size=0.1, generator=rng())
     assert net.seen and set(net.seen) == {(False, False)}
     assert flags == [p.requires_grad for p in net.parameters()] and modes == [m.training for m in net.modules()]
-
-
-def test_frozen_may_leave_the_mode_alone(model):
-    model.train()
-    with frozen(model, train_mode=None):
-        assert model.training and not any(p.requires_grad for p in model.parameters())
-    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_sampling_works_where_gradients_are_off(model):

@@ -398,7 +398,7 @@ def grid_rows():
                     dead |= step_size == 0.2 and (method == "jem" or seed == 0)
                     end = {"status": "diverged at step 3" if dead else "ok", "kl_nats": 99.0 if dead else 1.0 + seed}
                     rows.append({"dataset": "rings", "method": method, "lr": lr, "n_steps": 1, "step_size": step_size,
-                                 "seed": seed, "accuracy": 0.5, **end})  # fmt: skip
+                                 "seed": seed, "accuracy": 0.5, "n_iterations": 9, **end})  # fmt: skip
     return pd.DataFrame(rows)
 
 
@@ -441,7 +441,7 @@ def test_what_is_said_beside_the_prediction_is_counted():
 
 def test_a_sweep_is_read_without_the_cells_that_raised(tmp_path):
     rows = grid_rows()
-    rows.loc[0, ["status", "lr", "accuracy"]] = ["raised", np.nan, np.nan]
+    rows.loc[0, ["status", "lr", "accuracy", "n_iterations"]] = ["raised", np.nan, np.nan, np.nan]
     rows.to_csv(tmp_path / "sweep.csv", index=False)
     read, without = stability.read(tmp_path / "sweep.csv")
     assert (len(read), without) == (len(rows) - 1, 1)

@@ -244,6 +244,12 @@ def test_images_of_another_shape_are_refused(shape):
         ({"n_steps": 2.5}, "n_steps"),
         ({"anchor": "whole"}, "anchor"),
         ({"buffer_size": 8}, "smaller than batch_size"),
+        ({"method": "softmax", "mi_weight": 0.1}, "softmax draws no samples"),
+        ({"method": "softmax", "energy_l2": 0.1}, "softmax draws no samples"),
+        ({"method": "jem", "anchor": "batch"}, "importance weights, which method jem has none of"),
+        ({"method": "st_jem_plain", "exponent": 0.5}, "importance weights, which method st_jem_plain has none of"),
+        ({"network": "mlp", "augment": "both"}, "augment='both' is for images"),
+        ({"network": "wide_resnet", "depth": 12}, "the depth of a wide_resnet is 6n"),
     ],
 )
 def test_a_wrong_configuration_is_refused(changes, message):
