@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 from torch import Tensor
 
@@ -65,7 +66,9 @@ def reliability_diagrams(curves: pd.DataFrame, table: pd.DataFrame, title: str) 
         )
     axes[0, 0].set(ylabel="accuracy", ylim=(-0.02, 1.02))
     axes[1, 0].set(ylabel="count in bin")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    hollow = Line2D([], [], color="0.3", marker="o", ms=4, mfc="none", ls="", label=f"fewer than {_FEW} images")
+    handles = [*axes[0, 0].get_legend_handles_labels()[0], hollow]
+    fig.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
     fig.suptitle(title, parse_math=False)
     return fig, f"{title}. Expected calibration error before and after scaling: {'; '.join(said)}."
 
