@@ -152,7 +152,8 @@ def benchmark(
         torch.set_num_threads(threads)
     try:
         digits = datasets.mnist(data or "", n_val=5000) if savings else None  # missing data are told before the suite
-        store = Store(out.absolute(), "benchmark")
+        given = {"networks": ",".join(names), "precision": precision, "threads": torch.get_num_threads()}
+        store = Store(out.expanduser().absolute(), "benchmark", given | {"growth": growth, "savings": savings})
         bench.suite(store, names, precision, growth=growth)
         if digits is not None:
             options.compare(store, digits)

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import nbformat
 import numpy as np
 import pandas as pd
 
-from jemlib.results import DAMAGED, ResultsError, Store, read_csv
+from jemlib.results import Store, read_csv, read_notebook
 
 NBDIME_CONFIG = Path(__file__).parent / "nbdime" / "nbdime_config.json"
 SPREADS = 4.0
@@ -167,17 +166,10 @@ def _executed(stem: str, expected: Path, found: Path) -> list[str]:
     if not all(path.is_file() for path in copies):
         return []
     set_notebook_diff_ignores(json.loads(NBDIME_CONFIG.read_text())["Diff"]["Ignore"])
-    ours, theirs = map(_notebook, copies)
+    ours, theirs = map(read_notebook, copies)
     text = io.StringIO()
     told = PrettyPrintConfig(out=text, use_color=False, use_git=False, use_diff=False)
     pretty_print_notebook_diff(*map(str, copies), ours, diff_notebooks(ours, theirs), told)
     places = [line.removeprefix("## ").rstrip(":") for line in text.getvalue().splitlines() if line.startswith("## ")]
     said = ", ".join(places[:4]) + (" ..." if len(places) > 4 else "")
     return [f"notebooks/{stem}.ipynb: nbdiff: {said}"] if places else []
-
-
-def _notebook(path: Path) -> nbformat.NotebookNode:
-    try:
-        return nbformat.read(path, as_version=4)
-    except (ValueError, AttributeError, nbformat.ValidationError) as error:  # no JSON, or JSON of something else
-        raise ResultsError(DAMAGED.format(path)) from error

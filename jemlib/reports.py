@@ -22,7 +22,7 @@ from PIL import Image
 from pygments.formatters import HtmlFormatter
 
 from jemlib import headlines
-from jemlib.results import ResultsError, Store, read_csv, read_json, write_atomic
+from jemlib.results import ResultsError, Store, read_csv, read_json, read_notebook, write_atomic
 
 TEMPLATES = Path(__file__).parent / "templates"
 UNFINISHED = "not finished: running, or killed"
@@ -104,7 +104,11 @@ def entry(root: Path, source: Path) -> Entry:
     path = whole if whole.is_file() else part
     if not path.is_file():
         return found
-    metadata = nbformat.read(path, as_version=4).metadata
+    try:
+        metadata = read_notebook(path).metadata
+    except ResultsError:  # papermill was killed while it wrote
+        found.status, found.bad = UNFINISHED if path is part else f"FAILED: {path.name} is damaged", True
+        return found
     run = metadata.get("jemlib", {})
     found.about = Store(root, stem).manifest()
     found.commit = _commit(run)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from IPython.display import Image
     from matplotlib.figure import Figure
+    from nbformat import NotebookNode
 
 TIMING_COLUMNS = ["what", "seconds", "ms_per_step", "peak_memory_mb", "device", "threads", "precision"]
 FIGURE_DPI = 160
@@ -78,6 +79,16 @@ def read_csv(path: Path, **options: Any) -> pd.DataFrame:
     try:
         return pd.read_csv(path, **options)
     except ValueError as error:  # pandas' own are, and what is no UTF-8
+        raise ResultsError(DAMAGED.format(path)) from error
+
+
+def read_notebook(path: Path) -> NotebookNode:
+    """An executed notebook of a results folder; `ResultsError` that names it where it is damaged."""
+    import nbformat
+
+    try:
+        return nbformat.read(path, as_version=4)
+    except (ValueError, AttributeError, nbformat.ValidationError) as error:  # no JSON, or JSON of something else
         raise ResultsError(DAMAGED.format(path)) from error
 
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from typing import Any
 
 from jemlib.parameters import ParameterError, check_names, coerce, declared_in, parameters
 from jemlib.provenance import git_state, repo_root
-from jemlib.results import Store, remove_leftovers, write_atomic
+from jemlib.results import ResultsError, Store, read_notebook, remove_leftovers, write_atomic
 
 __all__ = ["ParameterError", "kernel_environment", "lab", "parameters", "run"]
 
@@ -43,11 +44,11 @@ def run(
     from filelock import FileLock, Timeout
 
     folder = notebooks or repo_root() / "notebooks"
-    results = str(Path("results", profile) if out is None else out.absolute())
+    results = str(Path("results", profile) if out is None else out.expanduser().absolute())
     given = {"profile": profile, "results_dir": results, "force": force or None, "seed": seed}
     given["data_dir"] = None if data is None else str(data.expanduser().absolute())
     plan = _plan(folder, profile, only, {name: value for name, value in given.items() if value is not None})
-    _check_data(given["data_dir"] or "")
+    check_data(given["data_dir"] or "")
     root = Store(results, "run").dir
     command = f"./run_all.sh --profile {profile}{'' if seed is None else f' --seed {seed}'}"
     try:
@@ -57,7 +58,7 @@ def run(
         raise BlockingIOError(f"Another run is writing to {root}.") from None
 
 
-def _check_data(data_dir: str) -> None:
+def check_data(data_dir: str) -> None:
     """ParameterError for a folder of data that is not there, while the results of an earlier run still are."""
     from jemlib.data import DataError, data_places
 
@@ -254,9 +255,9 @@ def _finish(root: Path, stem: str, about: dict[str, Any], failure: str | None, g
     from jemlib import reports
 
     unfinished = _unfinished(root, stem)
-    if unfinished.is_file():
-        notebook = nbformat.read(unfinished, as_version=4)
-    else:  # it did not come to start
+    try:
+        notebook = read_notebook(unfinished)
+    except (FileNotFoundError, ResultsError):  # it did not come to start, or no further than half a file
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(f"# {stem}")])
     notebook.metadata["jemlib"] = about | ({"failure": failure} if failure else {})
     notebook.metadata.setdefault("papermill", {}).update(input_path=f"{stem}.ipynb", output_path=f"{stem}.ipynb")
@@ -302,4 +303,12 @@ def lab(arguments: Sequence[str] = ()) -> int:
     where = ["--ip=127.0.0.1", f"--ServerApp.root_dir={repo_root() / 'notebooks'}"]
     with kernel_environment():
         os.environ.pop("JEMLIB_PROGRESS")  # a person watches
-        return subprocess.call([sys.executable, "-m", "jupyterlab", *where, *arguments])
+        with subprocess.Popen([sys.executable, "-m", "jupyterlab", *where, *arguments]) as server:
+            # Ctrl-C reaches the server too, which asks first and then ends its kernels: it is waited for
+            handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: server.terminate()}
+            before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+            try:
+                return server.wait()
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)

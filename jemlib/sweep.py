@@ -167,15 +167,18 @@ def run(
     """
     from filelock import FileLock, Timeout
 
-    from jemlib import executor
+    from jemlib import executor, study
 
     notebook = notebook.absolute()
     plan = cells(notebook, grid)
     check_table(notebook, table)
-    store = Store(_folder(out), "sweep")
     declared = declared_in(notebook)
-    common = {"workers": 1, "force": force or None, "data_dir": None if data is None else str(data.absolute())}
+    places = None if data is None else str(data.expanduser().absolute())
+    if "data_dir" in declared:
+        study.check_data(places or "")
+    common = {"workers": 1, "force": force or None, "data_dir": places}
     common = {name: value for name, value in common.items() if value is not None and name in declared}
+    store = Store(_folder(out), "sweep")
     try:
         with FileLock(store.dir / ".lock", timeout=0):
             for cell in plan if force else ():
@@ -206,9 +209,9 @@ def run(
 
 def _folder(out: str | Path) -> Path:
     """The folder of a sweep; `ParameterError` where that would be in the way of something else."""
-    home = repo_root() / "results" / "sweeps"
+    home, out = repo_root() / "results" / "sweeps", Path(out).expanduser()
     folder = Path(os.path.normpath(home / out))
-    if not Path(out).is_absolute() and home not in folder.parents:
+    if not out.is_absolute() and home not in folder.parents:
         raise ParameterError(f"'{out}' leaves results/sweeps; give a name, or an absolute path.")
     others = [path.name for path in folder.glob("[!.]*")] if folder.is_dir() else []
     if others and "sweep.json" not in others:
@@ -268,9 +271,21 @@ def collect(root: Path, plan: Sequence[Cell], table: str) -> pd.DataFrame:
             known = {name: value for name, value in row.items() if name not in cell.given or pd.notna(value)}
             rows.append(cell.given | known | end | {"status": row.get("status", "ok"), "error": None})
     frame = pd.DataFrame(rows)
+    for name in plan[0].given:
+        frame[name] = _of_one_kind(frame[name])
     last = ["status", "error", "cell"]
     given = list(plan[0].given)
     return frame[[*given, *(name for name in frame if name not in {*given, *last}), *last]]
+
+
+def _of_one_kind(column: pd.Series) -> pd.Series:
+    """A parameter as numbers where its cells' tables say numbers, in the rows of cells without a table too."""
+    import pandas as pd
+
+    if column.map(type).nunique() < 2:
+        return column
+    numbers = pd.to_numeric(column, errors="coerce")
+    return numbers if numbers.notna().equals(column.notna()) else column.astype(str)
 
 
 def counts(rows: pd.DataFrame, by: Sequence[str], quantities: Sequence[str] = ()) -> pd.DataFrame:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import nbformat
 from papermill.engines import NBClientEngine, papermill_engines
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from jemlib.results import ResultsError, read_notebook
 
 ENGINE = "jemlib"
 _QUIET_FOR = 20.0  # seconds between two lines of a log file
@@ -120,10 +121,12 @@ def known_times(folders: Sequence[Path], stems: Sequence[str]) -> dict[str, list
     for stem in stems:
         for folder in folders:
             path = folder / "notebooks" / f"{stem}.ipynb"
-            if path.is_file():
-                cells = nbformat.read(path, as_version=4).cells
-                found[stem] = [cell.metadata.get("papermill", {}).get("duration") or 0.0 for cell in cells]
-                break
+            try:
+                cells = read_notebook(path).cells
+            except (FileNotFoundError, ResultsError):  # a damaged one is about to be written anew
+                continue
+            found[stem] = [cell.metadata.get("papermill", {}).get("duration") or 0.0 for cell in cells]
+            break
     return found
 
 

@@ -1,6 +1,8 @@
 """Strict parameters through the real papermill, and the runner with notebooks that fail, die or are interrupted."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,9 @@ import pytest
 from click.testing import CliRunner
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
-from jemlib import cli, study
+from jemlib import cli, reports, study
 from jemlib.parameters import ParameterError, coerce, declarations
+from jemlib.provenance import repo_root
 
 DECLARATIONS = """\
 include_anchor: bool = True
@@ -293,6 +296,43 @@ def test_a_folder_of_data_that_is_not_there_costs_no_earlier_results(folder, tmp
     with pytest.raises(ParameterError, match="nor_here does not exist"):
         study.run(out=tmp_path / "out", notebooks=folder)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("suffix", [".ipynb", ".unfinished.ipynb"])
+def test_half_a_notebook_of_a_killed_run_is_in_nobodys_way(folder, tmp_path, suffix, capfd):
+    out = tmp_path / "out"
+    (out / "notebooks").mkdir(parents=True)
+    (out / "notebooks" / f"01_first{suffix}").write_text('{"cells": [')
+    assert study.run(profile="quick", only="02", out=out, notebooks=folder) == 0, capfd.readouterr().err
+    index = (out / "index.html").read_text()
+    assert ("FAILED: 01_first.ipynb is damaged" if suffix == ".ipynb" else reports.UNFINISHED) in index
+    assert study.run(profile="quick", out=out, notebooks=folder) == 0
+    assert "damaged" not in (out / "index.html").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_lab_ends_as_its_server_does(tmp_path, number):
+    server = """
+import signal, sys, time
+def asked(number, frame):
+    time.sleep(1)  # a person answers, kernels are shut down
+    print("ended in good order", flush=True)
+    sys.exit(0)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, asked)
+print("up", flush=True)
+time.sleep(60)
+"""
+    (tmp_path / "jupyterlab.py").write_text(server)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(repo_root())])}
+    command = [sys.executable, "-P", "-m", "jemlib", "lab"]
+    options = {"stdout": subprocess.PIPE, "text": True, "env": environment, "start_new_session": True}
+    with subprocess.Popen(command, **options) as process:
+        assert process.stdout.readline() == "up\n"
+        # Ctrl-C reaches every process of a terminal, another signal the one it is sent to
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        assert process.stdout.read() == "ended in good order\n"
+    assert process.returncode == 0
 
 
 def test_a_notebook_without_tagged_parameters_is_refused(folder, tmp_path):

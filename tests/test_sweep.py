@@ -145,6 +145,47 @@ def test_a_sweep_leaves_the_files_of_others_alone(notebook, tmp_path):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["index.html"]
 
 
+def done(root: Path, cell: sweep.Cell, rows: list[dict]) -> None:
+    """What a finished cell leaves."""
+    folder = root / "cells" / cell.name
+    (folder / "tables").mkdir(parents=True)
+    record = {"cell": cell.name, "status": "done", "seconds": 1.0, "threads": 1}
+    (folder / "cell.json").write_text(json.dumps(record))
+    pd.DataFrame(rows).to_csv(folder / "tables" / "sweep_row.csv", index=False)
+
+
+@pytest.mark.parametrize(("values", "kind"), [(["0.02", "0.05"], float), (["0.02", "0.05; 0.1"], str)])
+def test_a_swept_text_that_tables_read_as_numbers(notebook, tmp_path, values, kind):
+    """One cell is done and the other was not run: its value is still the text that the notebook declares."""
+    plan = sweep.cells(notebook, {"method": values, "n": [1]})
+    done(tmp_path / "out", plan[0], [{"method": 0.02, "kl_nats": 1.0, "status": "ok"}])
+    rows = sweep.write(Store(tmp_path / "out", "sweep"), plan, "sweep_row", {"method": values})
+    assert rows["method"].tolist() == [kind(value) for value in values]
+    assert rows["status"].tolist() == ["ok", "not run"]
+    kept = pd.read_parquet(tmp_path / "out" / "tables" / "sweep.parquet")
+    assert kept["method"].tolist() == rows["method"].tolist()
+    assert (tmp_path / "out" / "index.html").is_file()
+
+
+def test_data_that_are_not_there_cost_no_finished_cell(notebook, tmp_path, monkeypatch):
+    source = nbformat.read(notebook, as_version=4)
+    source.cells[1].source += '\ndata_dir: str = ""  # the data'
+    nbformat.write(source, notebook)
+    (cell,) = sweep.cells(notebook, {"n": [1]})
+    done(tmp_path / "home" / "out", cell, [{"method": "jem", "status": "ok"}])
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(executor, "run", lambda *_: pytest.fail("a cell was started"))
+    (tmp_path / "home" / "out" / "sweep.json").write_text("{}")
+    with pytest.raises(ParameterError, match="nowhere"):
+        sweep.run(notebook, {"n": [1]}, "~/out", data=Path("~/nowhere"), force=True)
+    assert (tmp_path / "home" / "out" / "cells" / cell.name / "cell.json").is_file()
+    seen = []
+    monkeypatch.setattr(executor, "run", lambda jobs, *_: seen.extend(jobs))
+    (tmp_path / "home" / "data").mkdir()
+    sweep.run(notebook, {"n": [1]}, "~/out", data=Path("~/data"), force=True)
+    assert seen[0].parameters["data_dir"] == str(tmp_path / "home" / "data")
+
+
 def test_a_damaged_record_of_a_cell_counts_as_none(tmp_path):
     (tmp_path / "cells" / "a").mkdir(parents=True)
     (tmp_path / "cells" / "a" / "cell.json").write_text('{"status": "do')

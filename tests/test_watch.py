@@ -42,6 +42,13 @@ def test_without_an_earlier_run_no_time_is_promised(clock, capsys):
     assert "0:30 elapsed, time left unknown before a first run" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("content", ["", "{"])
+def test_a_damaged_copy_tells_no_times(tmp_path, content):
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "01_a.ipynb").write_text(content)
+    assert watch.known_times([tmp_path], ["01_a", "02_b"]) == {}
+
+
 def test_times_of_the_first_folder_that_has_the_notebook(tmp_path):
     for name, seconds in (("one", 3.0), ("two", 5.0)):
         (tmp_path / name / "notebooks").mkdir(parents=True)

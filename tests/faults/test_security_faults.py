@@ -187,11 +187,11 @@ def test_the_lab_listens_on_the_loopback_alone(copy, gets, tmp_path):
                 break
             time.sleep(0.1)
     finally:
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.terminate()
+        server = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
         done = program.end(process)
     assert found, done.err
+    assert not psutil.wait_procs(server, timeout=20)[1], "the server ends with the command"
     assert {address for address, _ in found} <= {"127.0.0.1", "::1"}
     assert re.search(r"token=[0-9a-f]{32}", done.err), "and it asks for a token"
     gets("run_all.sh lab: who can reach it", "the loopback alone, with a token", 0)
