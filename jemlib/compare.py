@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from jemlib.results import Store, read_csv, read_notebook
+from jemlib.files import read_csv, read_notebook
+from jemlib.results import Store
 
 NBDIME_CONFIG = Path(__file__).parent / "nbdime" / "nbdime_config.json"
 SPREADS = 4.0

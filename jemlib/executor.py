@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from jemlib.files import ResultsError, read_json, write_atomic
 from jemlib.provenance import git_state
-from jemlib.results import ResultsError, read_json, write_atomic
 from jemlib.study import NOT_STARTED, execute, kernel_environment
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from jemlib.config import TrainConfig
-from jemlib.results import read_csv, read_json
+from jemlib.files import read_csv, read_json
 
 _TABLES = {
     "mnist_methods": ("MNIST", ["accuracy", "nll", "energy_gap", "class_agreement", "frechet", "frechet_buffer"]),

@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from jemlib import headlines
+from jemlib.files import read_csv, write_atomic
 from jemlib.provenance import repo_root
-from jemlib.results import read_csv, write_atomic
 
 START = "<!-- results: written by `python -m jemlib readme`, from results/reference -->"
 END = "<!-- end of results -->"

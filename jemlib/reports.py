@@ -22,7 +22,8 @@ from PIL import Image
 from pygments.formatters import HtmlFormatter
 
 from jemlib import headlines
-from jemlib.results import ResultsError, Store, read_csv, read_json, read_notebook, write_atomic
+from jemlib.files import ResultsError, read_csv, read_json, read_notebook, write_atomic
+from jemlib.results import Store
 
 TEMPLATES = Path(__file__).parent / "templates"
 UNFINISHED = "not finished: running, or killed"

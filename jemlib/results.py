@@ -1,7 +1,6 @@
 """Where artefacts go, and where they came from: tables, figures, run records, manifests.
 
-Everything is written to a temporary file beside its target and moved into place, so a reader (or a run that
-is killed) never meets half a file. What differs between two identical runs goes to `timing.csv` alone.
+What differs between two identical runs goes to `timing.csv` alone.
 
 `artefacts/<notebook>.json` is a notebook's manifest: its effective parameters, commit and machine, its headline, and
 every table and figure that it wrote with the runs behind it.
@@ -10,8 +9,6 @@ every table and figure that it wrote with the runs behind it.
 from __future__ import annotations
 
 import io
-import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,82 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
+from jemlib.files import ResultsError, as_json, make_folder, read_csv, read_json, restored, write_atomic
 from jemlib.provenance import provenance, repo_root
 
 if TYPE_CHECKING:
     import pandas as pd
     from IPython.display import Image
     from matplotlib.figure import Figure
-    from nbformat import NotebookNode
 
 TIMING_COLUMNS = ["what", "seconds", "ms_per_step", "peak_memory_mb", "device", "threads", "precision"]
 FIGURE_DPI = 160
-
-
-class ResultsError(OSError):
-    """The results folder cannot be used; the message says which path and why."""
-
-
-# --- JSON that is valid whatever a diverged run produced ----------------------------------------------------
-
-DAMAGED = "{} is damaged: delete it and run the same command again."
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
-def _plain(value: Any) -> Any:
-    """Plain JSON types; non-finite numbers, which JSON lacks, become "NaN", "Infinity" or "-Infinity"."""
-    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays alike
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, Path):
-        return str(value)
-    return value
-
-
-def _restored(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _restored(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_restored(item) for item in value]
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file of a results folder holds; `ResultsError` that names it where it is damaged."""
-    try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ResultsError(DAMAGED.format(path)) from error
-
-
-def read_csv(path: Path, **options: Any) -> pd.DataFrame:
-    """A table of a results folder; `ResultsError` that names it where it is damaged. options: of `pandas.read_csv`."""
-    import pandas as pd
-
-    try:
-        return pd.read_csv(path, **options)
-    except ValueError as error:  # pandas' own are, and what is no UTF-8
-        raise ResultsError(DAMAGED.format(path)) from error
-
-
-def read_notebook(path: Path) -> NotebookNode:
-    """An executed notebook of a results folder; `ResultsError` that names it where it is damaged."""
-    import nbformat
-
-    try:
-        return nbformat.read(path, as_version=4)
-    except (ValueError, AttributeError, nbformat.ValidationError) as error:  # no JSON, or JSON of something else
-        raise ResultsError(DAMAGED.format(path)) from error
-
-
-def _json(content: Mapping[str, Any]) -> bytes:
-    text = json.dumps(_plain(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
-    return (text + "\n").encode()
 
 
 def _portable(parameters: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -106,9 +37,6 @@ def _portable(parameters: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         return "<results>" if value == str(folder) else f".../{Path(value).name}"
 
     return {name: shown(value) for name, value in parameters.items()}
-
-
-# --- the store ----------------------------------------------------------------------------------------------
 
 
 class Store:
@@ -136,7 +64,7 @@ class Store:
     def manifest(self) -> dict[str, Any]:
         """What this notebook wrote, and from what; empty where it has not run."""
         path = self.dir / "artefacts" / f"{self.notebook}.json"
-        return _restored(read_json(path)) if path.is_file() else {}
+        return restored(read_json(path)) if path.is_file() else {}
 
     def _manifest_so_far(self) -> dict[str, Any]:
         """The manifest for one who writes it next: a damaged one counts as none."""
@@ -146,7 +74,7 @@ class Store:
             return {}
 
     def _write_manifest(self, content: Mapping[str, Any]) -> None:
-        write_atomic(self.dir / "artefacts" / f"{self.notebook}.json", _json(content))
+        write_atomic(self.dir / "artefacts" / f"{self.notebook}.json", as_json(content))
 
     def _register(self, kind: str, name: str, about: Mapping[str, Any]) -> None:
         with FileLock(self.dir / ".artefacts.lock"):  # several processes of one run write the same
@@ -239,7 +167,7 @@ class Store:
         new = pd.DataFrame([rows] if isinstance(rows, Mapping) else list(rows))
         new = new.reindex(columns=TIMING_COLUMNS + [c for c in new.columns if c not in TIMING_COLUMNS])
         path = self.dir / "tables" / "timing.csv"
-        _make_folder(path.parent)
+        make_folder(path.parent)
         with FileLock(self.dir / ".timing.lock"):
             try:
                 old = read_csv(path)
@@ -253,7 +181,7 @@ class Store:
     def record(self, name: str, content: Mapping[str, Any]) -> Path:
         """Write `runs/<name>.json` with sorted keys; nan and inf become "NaN", "Infinity", "-Infinity"."""
         path = self.dir / "runs" / f"{name}.json"
-        write_atomic(path, _json(content))
+        write_atomic(path, as_json(content))
         return path
 
     def has_record(self, name: str) -> bool:
@@ -265,44 +193,9 @@ class Store:
         path = self.dir / "runs" / f"{name}.json"
         if not path.is_file():
             raise ResultsError(f"{path} is missing: run the notebook that writes it first.")
-        return _restored(read_json(path))
+        return restored(read_json(path))
 
     def checkpoint_path(self, name: str) -> Path:
         """`checkpoints/<name>.pt`, its folder made."""
-        _make_folder(self.dir / "checkpoints")
+        make_folder(self.dir / "checkpoints")
         return self.dir / "checkpoints" / f"{name}.pt"
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ResultsError(f"Cannot make the results folder {folder}: {error.strerror}.") from error
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    _make_folder(path.parent)
-    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # else a crash of the machine may leave an empty file under the new name
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ResultsError(f"Cannot write {path}: {error.strerror}.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what processes left half-written when they were killed: temporary files whose process is gone.
-
-    For the one run that holds the folder's lock: the process may live on another machine otherwise.
-    """
-    import psutil
-
-    for path in folder.rglob(".*.tmp"):
-        pid = path.name.split(".")[-2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            path.unlink(missing_ok=True)

@@ -17,8 +17,9 @@ from jemlib.checkpoints import load_checkpoint
 from jemlib.config import TrainConfig
 from jemlib.data import Dataset, Labelled
 from jemlib.energy import JEM
+from jemlib.files import ResultsError
 from jemlib.provenance import provenance, repo_root
-from jemlib.results import ResultsError, Store
+from jemlib.results import Store
 from jemlib.training import FitResult, build_model, fit, pick_device
 
 

@@ -15,9 +15,10 @@ from jemlib import evaluation, exact, runs, sweep, toy_runs
 from jemlib.config import TrainConfig
 from jemlib.data import Dataset
 from jemlib.exact import Space
+from jemlib.files import read_csv
 from jemlib.parallel import Task, train_all
 from jemlib.provenance import repo_root
-from jemlib.results import Store, read_csv
+from jemlib.results import Store
 from jemlib.toy import Toy
 from jemlib.training import FitResult
 

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jemlib.parameters import ParameterError, check_names, coerce, declared_in, parameters
+from jemlib.files import ResultsError, read_notebook, remove_leftovers, write_atomic
+from jemlib.parameters import ParameterError, parameters, planned
 from jemlib.provenance import git_state, repo_root
-from jemlib.results import ResultsError, Store, read_notebook, remove_leftovers, write_atomic
+from jemlib.results import Store
 
 __all__ = ["ParameterError", "kernel_environment", "lab", "parameters", "run"]
 
@@ -47,7 +48,7 @@ def run(
     results = str(Path("results", profile) if out is None else out.expanduser().absolute())
     given = {"profile": profile, "results_dir": results, "force": force or None, "seed": seed}
     given["data_dir"] = None if data is None else str(data.expanduser().absolute())
-    plan = _plan(folder, profile, only, {name: value for name, value in given.items() if value is not None})
+    plan = planned(folder, profile, only, {name: value for name, value in given.items() if value is not None})
     check_data(given["data_dir"] or "")
     root = Store(results, "run").dir
     command = f"./run_all.sh --profile {profile}{'' if seed is None else f' --seed {seed}'}"
@@ -66,40 +67,6 @@ def check_data(data_dir: str) -> None:
         data_places(data_dir)
     except DataError as error:
         raise ParameterError(str(error)) from error
-
-
-def _plan(folder: Path, profile: str, only: str | None, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """notebook stem -> checked parameters, for the chosen notebooks; every notebook of the folder is checked."""
-    import yaml
-
-    stems = sorted(path.stem for path in folder.glob("[0-9][0-9]_*.ipynb"))
-    chosen = _choose(stems, only)
-    declared = {stem: declared_in(folder / f"{stem}.ipynb") for stem in stems}
-    file = folder / "params" / f"{profile}.yaml"
-    try:
-        settings = dict(yaml.safe_load(file.read_text()) or {})
-    except (yaml.YAMLError, TypeError, ValueError) as error:
-        raise ParameterError(f"{file.name} is no valid parameter file: {' '.join(str(error).split())}") from error
-    common = settings.pop("all", None) or {}
-    check_names(settings, stems, f"{file.name}: ")
-    check_names(common, {name for names in declared.values() for name in names}, f"{file.name}, all: ")
-    plan = {}
-    for stem in stems:
-        own = settings.get(stem) or {}
-        check_names(own, declared[stem], f"{file.name}, {stem}: ")
-        merged = {**{name: common[name] for name in common if name in declared[stem]}, **own}
-        merged |= {name: given[name] for name in given if name in declared[stem]}
-        kinds = {name: declared[stem][name][0] for name in merged}
-        plan[stem] = {name: coerce(name, merged[name], kinds[name], f"{file.name}, {stem}: ") for name in merged}
-    return {stem: plan[stem] for stem in chosen}
-
-
-def _choose(stems: list[str], only: str | None) -> list[str]:
-    wanted = [item.strip() for item in (only or "").split(",") if item.strip()]
-    for item in wanted:
-        if not any(item in (stem, stem.split("_")[0]) for stem in stems):
-            raise ParameterError(f"There is no notebook '{item}'; there are {', '.join(stems)}.")
-    return [stem for stem in stems if not wanted or stem in wanted or stem.split("_")[0] in wanted]
 
 
 def _run_all(plan: dict[str, dict[str, Any]], folder: Path, root: Path, profile: str, command: str) -> int:

@@ -16,9 +16,10 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jemlib.files import ResultsError, read_csv, read_json, write_atomic
 from jemlib.parameters import MISSING, ParameterError, check_names, coerce, declared_in
 from jemlib.provenance import repo_root
-from jemlib.results import ResultsError, Store, read_csv, read_json, write_atomic
+from jemlib.results import Store
 
 if TYPE_CHECKING:
     import pandas as pd

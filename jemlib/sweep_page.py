@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pandas as pd
 
 from jemlib import reports
-from jemlib.results import Store, write_atomic
+from jemlib.files import write_atomic
+from jemlib.results import Store
 
 
 def write(store: Store, rows: pd.DataFrame, swept: Sequence[str]) -> None:

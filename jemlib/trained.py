@@ -11,7 +11,8 @@ from jemlib import data, images, runs
 from jemlib.checkpoints import CheckpointError
 from jemlib.data import DataError, Dataset
 from jemlib.energy import JEM
-from jemlib.results import ResultsError, Store
+from jemlib.files import ResultsError
+from jemlib.results import Store
 
 
 @dataclass(frozen=True)

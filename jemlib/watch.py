@@ -12,7 +12,7 @@ from papermill.engines import NBClientEngine, papermill_engines
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from jemlib.results import ResultsError, read_notebook
+from jemlib.files import ResultsError, read_notebook
 
 ENGINE = "jemlib"
 _QUIET_FOR = 20.0  # seconds between two lines of a log file

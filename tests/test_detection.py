@@ -13,9 +13,10 @@ from jemlib.config import TrainConfig
 from jemlib.data import Dataset, Labelled
 from jemlib.detection import SCORES, rates, scores
 from jemlib.energy import JEM
+from jemlib.files import ResultsError
 from jemlib.nets import conv_net, wide_resnet
 from jemlib.ood import NotAvailable, ood_sets
-from jemlib.results import ResultsError, Store
+from jemlib.results import Store
 
 
 def test_golden_rates():

@@ -15,8 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
+from jemlib.files import ResultsError
 from jemlib.provenance import provenance, repo_root
-from jemlib.results import ResultsError, Store
+from jemlib.results import Store
 
 
 @pytest.fixture

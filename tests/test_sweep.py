@@ -19,9 +19,10 @@ from click.testing import CliRunner
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from jemlib import cli, executor, kernels, stability, study, sweep, toy_runs
+from jemlib.files import ResultsError
 from jemlib.parameters import ParameterError
 from jemlib.provenance import repo_root
-from jemlib.results import ResultsError, Store
+from jemlib.results import Store
 
 DECLARATIONS = 'results_dir: str = ""\nmethod: str = "jem"\nlr: float = 1e-2\nn: int = 1\nseed: int = 0\nnap: float = 0'
 BODY = """\
