@@ -142,6 +142,7 @@ def benchmark(
     from jemlib import data as datasets
     from jemlib import savings as options
     from jemlib.checkpoints import CheckpointError
+    from jemlib.files import absolute
     from jemlib.results import Store
 
     names = [name.strip() for name in networks.split(",")] if networks else list(bench.CASES)
@@ -153,7 +154,7 @@ def benchmark(
     try:
         digits = datasets.mnist(data or "", n_val=5000) if savings else None  # missing data are told before the suite
         given = {"networks": ",".join(names), "precision": precision, "threads": torch.get_num_threads()}
-        store = Store(out.expanduser().absolute(), "benchmark", given | {"growth": growth, "savings": savings})
+        store = Store(absolute(out), "benchmark", given | {"growth": growth, "savings": savings})
         bench.suite(store, names, precision, growth=growth)
         if digits is not None:
             options.compare(store, digits)
@@ -163,7 +164,7 @@ def benchmark(
         raise click.ClickException(message) from error
     except (OSError, datasets.DataError, CheckpointError) as error:
         raise click.ClickException(str(error)) from error
-    print(f"done: {out / 'tables' / 'benchmark.csv'}")
+    print(f"done: {store.dir / 'tables' / 'benchmark.csv'}")
 
 
 @main.command()

@@ -74,7 +74,7 @@ def read_notebook(path: Path) -> NotebookNode:
 
     try:
         return nbformat.read(path, as_version=4)
-    except (ValueError, AttributeError, nbformat.ValidationError) as error:  # no JSON, or JSON of something else
+    except (ValueError, TypeError, AttributeError, nbformat.ValidationError) as error:  # no JSON, or of something else
         raise ResultsError(DAMAGED.format(path)) from error
 
 
@@ -82,6 +82,12 @@ def as_json(content: Mapping[str, Any]) -> bytes:
     """Content as indented JSON with sorted keys, the same bytes for the same content."""
     text = json.dumps(_plain(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
     return (text + "\n").encode()
+
+
+def absolute(path: str | Path) -> Path:
+    """A path as a user gave it, from the working folder, `~` read as the home folder."""
+    # pathlib's expanduser raises RuntimeError for the ~ of an unknown user; here that is a name like others
+    return Path(os.path.expanduser(path)).absolute()
 
 
 def make_folder(folder: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jemlib.files import ResultsError, read_notebook, remove_leftovers, write_atomic
+from jemlib.files import ResultsError, absolute, read_notebook, remove_leftovers, write_atomic
 from jemlib.parameters import ParameterError, parameters, planned
 from jemlib.provenance import git_state, repo_root
 from jemlib.results import Store
@@ -45,9 +45,9 @@ def run(
     from filelock import FileLock, Timeout
 
     folder = notebooks or repo_root() / "notebooks"
-    results = str(Path("results", profile) if out is None else out.expanduser().absolute())
+    results = str(Path("results", profile) if out is None else absolute(out))
     given = {"profile": profile, "results_dir": results, "force": force or None, "seed": seed}
-    given["data_dir"] = None if data is None else str(data.expanduser().absolute())
+    given["data_dir"] = None if data is None else str(absolute(data))
     plan = planned(folder, profile, only, {name: value for name, value in given.items() if value is not None})
     check_data(given["data_dir"] or "")
     root = Store(results, "run").dir
@@ -225,6 +225,8 @@ def _finish(root: Path, stem: str, about: dict[str, Any], failure: str | None, g
     try:
         notebook = read_notebook(unfinished)
     except (FileNotFoundError, ResultsError):  # it did not come to start, or no further than half a file
+        if not failure:  # nothing passes for a result
+            raise
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(f"# {stem}")])
     notebook.metadata["jemlib"] = about | ({"failure": failure} if failure else {})
     notebook.metadata.setdefault("papermill", {}).update(input_path=f"{stem}.ipynb", output_path=f"{stem}.ipynb")

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jemlib.files import ResultsError, read_csv, read_json, write_atomic
+from jemlib.files import ResultsError, absolute, read_csv, read_json, write_atomic
 from jemlib.parameters import MISSING, ParameterError, check_names, coerce, declared_in
 from jemlib.provenance import repo_root
 from jemlib.results import Store
@@ -174,7 +174,7 @@ def run(
     plan = cells(notebook, grid)
     check_table(notebook, table)
     declared = declared_in(notebook)
-    places = None if data is None else str(data.expanduser().absolute())
+    places = None if data is None else str(absolute(data))
     if "data_dir" in declared:
         study.check_data(places or "")
     common = {"workers": 1, "force": force or None, "data_dir": places}
@@ -210,7 +210,7 @@ def run(
 
 def _folder(out: str | Path) -> Path:
     """The folder of a sweep; `ParameterError` where that would be in the way of something else."""
-    home, out = repo_root() / "results" / "sweeps", Path(out).expanduser()
+    home, out = repo_root() / "results" / "sweeps", Path(os.path.expanduser(out))
     folder = Path(os.path.normpath(home / out))
     if not out.is_absolute() and home not in folder.parents:
         raise ParameterError(f"'{out}' leaves results/sweeps; give a name, or an absolute path.")
@@ -272,7 +272,7 @@ def collect(root: Path, plan: Sequence[Cell], table: str) -> pd.DataFrame:
             known = {name: value for name, value in row.items() if name not in cell.given or pd.notna(value)}
             rows.append(cell.given | known | end | {"status": row.get("status", "ok"), "error": None})
     frame = pd.DataFrame(rows)
-    for name in plan[0].given:
+    for name in frame:
         frame[name] = _of_one_kind(frame[name])
     last = ["status", "error", "cell"]
     given = list(plan[0].given)
@@ -280,13 +280,13 @@ def collect(root: Path, plan: Sequence[Cell], table: str) -> pd.DataFrame:
 
 
 def _of_one_kind(column: pd.Series) -> pd.Series:
-    """A parameter as numbers where its cells' tables say numbers, in the rows of cells without a table too."""
+    """A column of text beside numbers, from the grid and from tables: numbers where all values are, else text."""
     import pandas as pd
 
-    if column.map(type).nunique() < 2:
+    if column.dropna().map(type).nunique() < 2:
         return column
     numbers = pd.to_numeric(column, errors="coerce")
-    return numbers if numbers.notna().equals(column.notna()) else column.astype(str)
+    return numbers if numbers.notna().equals(column.notna()) else column.where(column.isna(), column.astype(str))
 
 
 def counts(rows: pd.DataFrame, by: Sequence[str], quantities: Sequence[str] = ()) -> pd.DataFrame:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from jemlib.files import ResultsError
+from jemlib.files import ResultsError, absolute, read_notebook
 from jemlib.provenance import provenance, repo_root
 from jemlib.results import Store
 
@@ -174,3 +174,17 @@ def test_damaged_files_are_named_and_go_with_the_next_run(tmp_path):
     assert store.manifest()["headline"] == "It heals."
     store.clear()
     assert store.manifest() == {}
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[1]", '{"nbformat": 4, "cells": null, "metadata": {}}'])
+def test_what_is_no_notebook_is_named(tmp_path, content):
+    (tmp_path / "01_a.ipynb").write_text(content)
+    with pytest.raises(ResultsError, match=r"01_a\.ipynb is damaged: delete it"):
+        read_notebook(tmp_path / "01_a.ipynb")
+
+
+def test_a_home_folder_is_read_as_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert absolute("~/x") == absolute("x") == tmp_path / "x"
+    assert absolute("~nobody-of-that-name/x") == tmp_path / "~nobody-of-that-name" / "x"

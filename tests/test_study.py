@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from jemlib import cli, reports, study
+from jemlib.files import ResultsError
 from jemlib.parameters import ParameterError, coerce, declarations
 from jemlib.provenance import repo_root
 
@@ -308,6 +309,21 @@ def test_half_a_notebook_of_a_killed_run_is_in_nobodys_way(folder, tmp_path, suf
     assert ("FAILED: 01_first.ipynb is damaged" if suffix == ".ipynb" else reports.UNFINISHED) in index
     assert study.run(profile="quick", out=out, notebooks=folder) == 0
     assert "damaged" not in (out / "index.html").read_text()
+
+
+def test_half_a_notebook_never_passes_for_a_result(tmp_path):
+    path = study._unfinished(tmp_path, "01_first")
+    path.parent.mkdir()
+    path.write_text('{"cells": [')
+    with pytest.raises(ResultsError, match="damaged"):
+        study._finish(tmp_path, "01_first", {"profile": "quick", "command": "", "seconds": 1.0}, None, {})
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_results_go_to_the_home_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(study, "_run_all", lambda plan, folder, root, *_: root)
+    assert study.run(out=Path("~/x"), notebooks=folder) == tmp_path / "home" / "x"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

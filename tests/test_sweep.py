@@ -168,6 +168,14 @@ def test_a_swept_text_that_tables_read_as_numbers(notebook, tmp_path, values, ki
     assert (tmp_path / "out" / "index.html").is_file()
 
 
+def test_a_result_that_is_a_number_in_one_table_and_text_in_another(notebook, tmp_path):
+    plan = sweep.cells(notebook, {"n": [1, 2]})
+    for cell, seeds in zip(plan, ("0", "0,1"), strict=True):
+        done(tmp_path / "out", cell, [{"seeds": seeds, "status": "ok"}])
+    sweep.write(Store(tmp_path / "out", "sweep"), plan, "sweep_row", {"n": [1, 2]})
+    assert pd.read_parquet(tmp_path / "out" / "tables" / "sweep.parquet")["seeds"].tolist() == ["0", "0,1"]
+
+
 def test_data_that_are_not_there_cost_no_finished_cell(notebook, tmp_path, monkeypatch):
     source = nbformat.read(notebook, as_version=4)
     source.cells[1].source += '\ndata_dir: str = ""  # the data'
