@@ -178,6 +178,5 @@ def _by_set(rows: pd.DataFrame, ours: tuple[str, str], theirs: tuple[str, str]) 
     better, worse = difference.index[clear & (difference > 0)], difference.index[clear & (difference < 0)]
     figures = f"better on {len(better)} of {len(difference)} sets, worse on {len(worse)}"
     figures += f" ({', '.join(worse)})" if len(worse) else ""
-    return len(better) > len(
-        worse
-    ), f"{figures}; mean AUROC {ours['auroc'].mean():.3f} against {theirs['auroc'].mean():.3f}"
+    figures += f"; mean AUROC {ours['auroc'].mean():.3f} against {theirs['auroc'].mean():.3f}"
+    return len(better) > len(worse), figures
