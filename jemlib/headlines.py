@@ -34,7 +34,7 @@ def tables(folder: Path) -> list[Headline]:
         path = folder / "tables" / f"{name}.csv"
         if path.is_file():
             table = read_csv(path)
-            found.append(Headline(title, _about(folder, table), *summary(table, columns)))
+            found.append(Headline(title, about(folder, table), *summary(table, columns)))
     return found
 
 
@@ -62,7 +62,7 @@ def _cell(values: pd.Series) -> str:
     return f"{found.mean():.3g}{spread}" if abs(found.mean()) >= 1 else f"{found.mean():.3f}{spread}"
 
 
-def _about(folder: Path, table: pd.DataFrame) -> str:
+def about(folder: Path, table: pd.DataFrame) -> str:
     """Where a table's runs come from: data, network, budget, commit and machine, off the records they name."""
     if "run" not in table:
         return ""

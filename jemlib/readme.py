@@ -45,7 +45,7 @@ def render(reference: Path) -> str:
         parts += [_speed(read_csv(benchmark))]
     savings = reference / "tables" / "benchmark_savings.csv"
     if savings.is_file():
-        parts += [_savings(read_csv(savings))]
+        parts += [_savings(reference, read_csv(savings))]
     return "\n\n".join(parts)
 
 
@@ -94,8 +94,8 @@ def _speed(table: pd.DataFrame) -> str:
     return f"**Speed**: {about} ({devices}, {threads} threads, commit {commits}).{gpu}\n\n{_markdown(head, rows)}"
 
 
-def _savings(table: pd.DataFrame) -> str:
+def _savings(reference: Path, table: pd.DataFrame) -> str:
     """What the options that save work change in the result."""
     columns = ["accuracy", "energy_gap", "class_agreement", "frechet", "frechet_buffer"]
-    about = "ST-JEM on MNIST, one option changed; the cost of an iteration is nearly proportional to its steps"
+    about = f"ST-JEM with one option changed; {headlines.about(reference, table)}"
     return f"**Saving work**: {about}\n\n{_markdown(*headlines.summary(table, columns))}"
