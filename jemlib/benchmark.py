@@ -218,8 +218,6 @@ def suite(store: Store, names: Iterable[str], wanted: str = "auto", *, growth: b
     Where the device has bfloat16, `auto` is compared both in it and in float32.
     """
     device = pick_device("auto")
-    dtype = precision.choose(wanted, device)
-    kinds = ["bfloat16", "float32"] if wanted == "auto" and dtype is torch.bfloat16 else [wanted]
     machine = provenance()
     gpu = device.type == "cuda"
     about = {"device": machine["device" if gpu else "cpu"], "gpu": gpu, "torch": torch.__version__}
@@ -227,7 +225,8 @@ def suite(store: Store, names: Iterable[str], wanted: str = "auto", *, growth: b
     rows, table = [], pd.DataFrame()
     for name in names:
         case = CASES[name]._replace(**_ON_GPU) if gpu else CASES[name]
-        for kind in kinds:
+        default = precision.choose(wanted, device, case.network["network"])
+        for kind in ["bfloat16", "float32"] if wanted == "auto" and default is torch.bfloat16 else [wanted]:
             peak = {which: _memory_elsewhere(case, which, kind, device) for which in ("plain", "ours")}
             for what in ("sgld step", "iteration"):
                 row = compare(name, case, what, kind, device)

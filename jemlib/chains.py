@@ -13,6 +13,7 @@ from jemlib.config import TrainConfig, sampler_options
 from jemlib.data import Labelled
 from jemlib.distributed import ALONE, World
 from jemlib.energy import JEM
+from jemlib.frozen import Frozen
 from jemlib.graphs import graphed
 from jemlib.sampler import SGLDHealth, sgld
 
@@ -28,13 +29,11 @@ def chain_runner(
     process's share of a batch. options: of `sgld`, in place of the config's.
     """
     device = generator.device
-    dtype = precision.choose(config.precision, device)
-    network = model if dtype is torch.float32 else precision.Lowered(model, dtype)
+    network = Frozen(model, precision.choose(config.precision, device, config.network))
     options = sampler_options(config) | options
 
     def run(x: Tensor, y: Tensor | None) -> tuple[Tensor, SGLDHealth]:
-        if isinstance(network, precision.Lowered):
-            network.refresh(model)
+        network.refresh()
         return sgld(network, x, y, **options, generator=generator, share=world)
 
     return graphed(run, generator)

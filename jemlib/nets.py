@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from jemlib.layers import Conv2d, LeakyReLU
+from jemlib.layers import LeakyReLU
 
 
 def mlp(
@@ -29,11 +29,11 @@ def conv_net(n_classes: int, *, channels: int = 1, size: int = 28, width: int = 
     edge = (size // 2 + 3) // 4  # two strides of 2, each of which rounds up
     net = nn.Sequential(
         nn.PixelUnshuffle(2),
-        Conv2d(4 * channels, width, 3, padding=1),
+        nn.Conv2d(4 * channels, width, 3, padding=1),
         nn.SiLU(),
-        Conv2d(width, 2 * width, 3, stride=2, padding=1),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
         nn.SiLU(),
-        Conv2d(2 * width, 4 * width, 3, stride=2, padding=1),
+        nn.Conv2d(2 * width, 4 * width, 3, stride=2, padding=1),
         nn.SiLU(),
         nn.Flatten(),
         *([nn.Linear(4 * width * edge**2, features), nn.SiLU()] if features else []),
@@ -60,7 +60,7 @@ def wide_resnet(
     widths = [16] + [16 * width * 2**stage for stage in range(3) for _ in range(blocks)]
     strides = [2 if stage and not i else 1 for stage in range(3) for i in range(blocks)]
     net = nn.Sequential(
-        Conv2d(channels, 16, 3, padding=1),
+        nn.Conv2d(channels, 16, 3, padding=1),
         *map(_Block, widths[:-1], widths[1:], strides),
         LeakyReLU(0.2),
         nn.AdaptiveAvgPool2d(1),
@@ -85,12 +85,12 @@ class _Block(nn.Module):
         super().__init__()
         self.residual = nn.Sequential(
             LeakyReLU(0.2),
-            Conv2d(n_in, n_out, 3, stride=stride, padding=1),
+            nn.Conv2d(n_in, n_out, 3, stride=stride, padding=1),
             nn.LeakyReLU(0.2, inplace=True),  # nobody else needs what it is given
-            Conv2d(n_out, n_out, 3, padding=1),
+            nn.Conv2d(n_out, n_out, 3, padding=1),
         )
         same = stride == 1 and n_in == n_out
-        self.shortcut = nn.Identity() if same else Conv2d(n_in, n_out, 1, stride=stride)
+        self.shortcut = nn.Identity() if same else nn.Conv2d(n_in, n_out, 1, stride=stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.residual(x).add_(self.shortcut(x))  # no third tensor of that size

@@ -1,17 +1,13 @@
-"""Number formats: which one a device is fast in, and a network in it for the sampler.
+"""Number formats: which one a device is fast in.
 
 Chains, energies, losses, weights and optimizer stay in float32; what 16 bits are used for is the network's inside.
 """
 
 from __future__ import annotations
 
-import copy
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
-
-from jemlib.energy import JEM
 
 
 def has_bfloat16(device: torch.device) -> bool:
@@ -26,10 +22,13 @@ def has_bfloat16(device: torch.device) -> bool:
     return False
 
 
-def choose(precision: str, device: torch.device) -> torch.dtype:
-    """The dtype of "auto", "float32" or "bfloat16" on a device; "auto" takes bfloat16 where it is in hardware."""
+def choose(precision: str, device: torch.device, network: str) -> torch.dtype:
+    """The dtype of "auto", "float32" or "bfloat16" for a network, by its name in the config, on a device.
+
+    "auto" takes bfloat16 where it is in hardware, except for an mlp: its products are too small to gain by it.
+    """
     if precision == "auto":
-        return torch.bfloat16 if has_bfloat16(device) else torch.float32
+        return torch.bfloat16 if network != "mlp" and has_bfloat16(device) else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
 
 
@@ -47,24 +46,3 @@ def prepare(precision: str, device: torch.device) -> None:
 def autocast(dtype: torch.dtype, device: torch.device) -> AbstractContextManager:
     """Inside, matrix products and convolutions run in `dtype`; for float32 nothing is changed."""
     return nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
-
-
-class Lowered(JEM):
-    """A model whose network computes in 16 bits, for sampling: its weights are frozen copies, energies float32.
-
-    autocast would cast every weight again in every step; here `refresh` does it once for all steps of a call.
-    """
-
-    def __init__(self, model: JEM, dtype: torch.dtype):
-        super().__init__(copy.deepcopy(model.backbone).to(dtype).requires_grad_(False).eval())
-        self.dtype = dtype
-
-    def logits(self, x: Tensor) -> Tensor:
-        return super().logits(x.to(self.dtype))
-
-    forward = logits
-
-    @torch.no_grad()
-    def refresh(self, model: JEM) -> None:
-        """Take over the model's present weights."""
-        torch._foreach_copy_(list(self.parameters()), list(model.parameters()))

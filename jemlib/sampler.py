@@ -87,6 +87,17 @@ def frozen(model: object) -> Iterator[None]:
             module.training = mode
 
 
+def energy_and_gradient(model: HasEnergy, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(E, dE/dx), as (B,) and (B, ...), without a graph: as the model finds them itself, else by autograd."""
+    if hasattr(model, "energy_and_gradient"):
+        return model.energy_and_gradient(x, y)
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        energy = model.energy(x, y)
+        (gradient,) = torch.autograd.grad(energy.sum(), x)
+    return energy.detach(), gradient
+
+
 def _reflect(x: Tensor, low: float, high: float) -> Tensor:
     """Fold x back into [low, high] as a mirror at both walls would; keeps a uniform density uniform."""
     width = high - low
@@ -125,7 +136,7 @@ def sgld(
         raise ValueError(f"at_bounds must be 'clamp' or 'reflect', got {at_bounds!r}")
     schedule = step_size if callable(step_size) else constant(step_size)
     x = x.detach().clone()
-    per_chain = tuple(range(1, x.dim()))
+    per_chain, size = tuple(range(1, x.dim())), math.prod(x.shape[1:])
     nan = torch.full((), math.nan, device=x.device)
     if n_steps == 0:
         return x, SGLDHealth(nan, nan, nan, nan)
@@ -135,19 +146,18 @@ def sgld(
         for t in range(n_steps):
             alpha = schedule(t)
             sigma = math.sqrt(alpha * temperature) if noise_std is None else noise_std
-            with torch.enable_grad():
-                x.requires_grad_(True)
-                energy = model.energy(x, y)
-                (gradient,) = torch.autograd.grad(energy.sum(), x)
-            x, energy = x.detach(), energy.detach()
+            energy, gradient = energy_and_gradient(model, x, y)
             if clip_grad is not None:
                 gradient = gradient.clamp(-clip_grad, clip_grad)
             drift = gradient.mul(-alpha / 2)
+            square = torch.linalg.vector_norm(drift, dim=per_chain).square()  # without a copy of drift's size
             if max_rms_step is not None:
-                rms = drift.square().mean(per_chain, keepdim=True).sqrt()
+                rms = (square / size).sqrt()
                 # clamp_max(1) leaves short steps alone; nan stays nan, so that divergence is seen
-                drift = drift * (max_rms_step / rms.clamp_min(1e-30)).clamp_max(1.0)
-            here = _State(x, energy, drift, drift.square().sum(per_chain), sigma, alpha)
+                kept = (max_rms_step / rms.clamp_min(1e-30)).clamp_max(1.0)
+                drift.mul_(kept.view(-1, *[1] * len(per_chain)))
+                square = square * kept.square()
+            here = _State(x, energy, drift, square, sigma, alpha)
             energies.append(energy)
             squares.append(here.square)
             if previous is not None:
@@ -156,14 +166,14 @@ def sgld(
             noise = _noise(x, generator, *share) if sigma > 0 else None
             x = x + drift
             if noise is not None:
-                x.add_(noise.mul_(sigma))
+                x.add_(noise, alpha=sigma)
             if bounds is not None:
                 x = x.clamp_(*bounds) if at_bounds == "clamp" else _reflect(x, *bounds)
     path = torch.stack(energies)
     health = SGLDHealth(
         energy_change=(path[-1] - path[0]).mean() if n_steps > 1 else nan,
         uphill_share=(path[1:] > path[:-1]).float().mean() if n_steps > 1 else nan,
-        rms_step=(torch.stack(squares).mean() / math.prod(x.shape[1:])).sqrt(),
+        rms_step=(torch.stack(squares).mean() / size).sqrt(),
         acceptance=torch.stack(log_ratios).clamp_max(0).exp().mean() if n_steps > 1 else nan,
     )
     return x, health
@@ -193,11 +203,12 @@ def _log_acceptance(start: _State, end: _State) -> Tensor:
     """Log ratio (B,) of the Metropolis-Hastings test for start -> end, for the target exp(-E alpha / sigma^2).
 
     With m the move and d, d' the two drifts: |m - d|^2 - |m + d'|^2 = |d|^2 - |d'|^2 - 2 m (d + d').
+    Nobody needs `start` afterwards, and its tensors serve as scratch.
     """
     if start.sigma <= _NO_NOISE:  # no noise, no reverse move: a Metropolis test would take descents only
         return torch.zeros_like(end.energy).masked_fill_(~(end.energy <= start.energy), -math.inf)
-    projection = (end.x - start.x).mul_(start.drift + end.drift).sum(tuple(range(1, end.x.dim())))
-    moves = (start.square - end.square - 2 * projection) / (2 * start.sigma**2)
+    backwards = start.x.sub_(end.x).mul_(start.drift.add_(end.drift)).sum(tuple(range(1, end.x.dim())))
+    moves = (start.square - end.square + 2 * backwards) / (2 * start.sigma**2)
     return (start.energy - end.energy) * (start.alpha / start.sigma**2) + moves
 
 

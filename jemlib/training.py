@@ -186,7 +186,7 @@ class _Run:
             raise ValueError(f"batch_size {config.batch_size} cannot be split among {self.world.size} processes")
         if proposals is not None and self.world.size > 1:
             raise ValueError("fixed proposals are for one process; start this run without torchrun")
-        self.dtype = precision.choose(config.precision, self.device)
+        self.dtype = precision.choose(config.precision, self.device, config.network)
         precision.prepare(config.precision, self.device)
         self.train = Labelled(train.x.to(self.device), train.y.to(self.device))
         shape = tuple(train.x.shape[1:])

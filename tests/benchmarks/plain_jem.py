@@ -33,10 +33,6 @@ def usual_layers(model: JEM) -> JEM:
 
 
 def _usual(module: nn.Module) -> nn.Module:
-    if isinstance(module, layers.Conv2d):
-        bare = nn.Conv2d(module.in_channels, module.out_channels, module.kernel_size, module.stride, module.padding)
-        bare.weight, bare.bias = module.weight, module.bias
-        return bare
     if isinstance(module, layers.LeakyReLU):
         return nn.LeakyReLU(module.slope)
     if isinstance(module, nn.LeakyReLU):
