@@ -13,8 +13,8 @@ from jemlib.config import TrainConfig, sampler_options
 from jemlib.data import Labelled
 from jemlib.distributed import ALONE, World
 from jemlib.energy import JEM
-from jemlib.frozen import Frozen
 from jemlib.graphs import graphed
+from jemlib.input_gradient import FrozenJEM
 from jemlib.sampler import SGLDHealth, sgld
 
 Runner = Callable[[Tensor, Tensor | None], tuple[Tensor, SGLDHealth]]
@@ -29,7 +29,7 @@ def chain_runner(
     process's share of a batch. options: of `sgld`, in place of the config's.
     """
     device = generator.device
-    network = Frozen(model, precision.choose(config.precision, device, config.network))
+    network = FrozenJEM(model, precision.choose(config.precision, device, config.network))
     options = sampler_options(config) | options
 
     def run(x: Tensor, y: Tensor | None) -> tuple[Tensor, SGLDHealth]:

@@ -150,14 +150,12 @@ def sgld(
             if clip_grad is not None:
                 gradient = gradient.clamp(-clip_grad, clip_grad)
             drift = gradient.mul(-alpha / 2)
-            square = torch.linalg.vector_norm(drift, dim=per_chain).square()  # without a copy of drift's size
             if max_rms_step is not None:
-                rms = (square / size).sqrt()
+                rms = torch.linalg.vector_norm(drift, dim=per_chain, keepdim=True) / math.sqrt(size)
                 # clamp_max(1) leaves short steps alone; nan stays nan, so that divergence is seen
-                kept = (max_rms_step / rms.clamp_min(1e-30)).clamp_max(1.0)
-                drift.mul_(kept.view(-1, *[1] * len(per_chain)))
-                square = square * kept.square()
-            here = _State(x, energy, drift, square, sigma, alpha)
+                drift.mul_((max_rms_step / rms.clamp_min(1e-30)).clamp_max(1.0))
+            # norms, unlike sums of squares, need no copy
+            here = _State(x, energy, drift, torch.linalg.vector_norm(drift, dim=per_chain).square(), sigma, alpha)
             energies.append(energy)
             squares.append(here.square)
             if previous is not None:

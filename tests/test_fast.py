@@ -13,8 +13,8 @@ from jemlib import precision, runs
 from jemlib.chains import chain_runner, class_gaussians
 from jemlib.config import TrainConfig
 from jemlib.data import Labelled
-from jemlib.frozen import Frozen
 from jemlib.graphs import graphed
+from jemlib.input_gradient import FrozenJEM
 from jemlib.provenance import repo_root
 from jemlib.results import Store
 from jemlib.sampler import ReplayBuffer, SGLDHealth, sgld
@@ -135,7 +135,7 @@ def test_a_runner_follows_the_weights_and_is_sgld():
         assert torch.equal(moved, anew) and not torch.equal(moved, before)
     fresh, _ = chain_runner(model, config.replace(precision="float32"), rng(5), n_steps=2)(x, None)
     options = {"step_size": 1.0, "noise_std": 0.01, "max_rms_step": 0.1, "bounds": (-1.0, 1.0), "n_steps": 2}
-    assert torch.equal(fresh, sgld(Frozen(model), x, **options, generator=rng(5))[0])
+    assert torch.equal(fresh, sgld(FrozenJEM(model), x, **options, generator=rng(5))[0])
     assert torch.allclose(fresh, sgld(model, x, **options, generator=rng(5))[0], atol=1e-5)
 
 

@@ -8,8 +8,8 @@ import torch
 
 from jemlib import objectives
 from jemlib.benchmark import CASES, Iteration, plain_jem
-from jemlib.frozen import Frozen
 from jemlib.images import augment
+from jemlib.input_gradient import FrozenJEM
 from jemlib.sampler import ReplayBuffer, sgld
 
 SMALL = ["toy MLP", "MNIST net"]
@@ -59,7 +59,7 @@ def test_the_plain_network_is_of_torchs_own_layers(name):
 
 def test_sgld_step(benchmark, iteration):
     options = {"n_steps": 1, "step_size": 1.0, "noise_std": 0.01, "bounds": (-1.0, 1.0), "generator": rng()}
-    benchmark(sgld, Frozen(iteration.run.model), iteration.x, **options)
+    benchmark(sgld, FrozenJEM(iteration.run.model), iteration.x, **options)
 
 
 def test_plain_sgld_step(benchmark, iteration):
@@ -75,11 +75,11 @@ def test_plain_iteration(benchmark, iteration):
 
 
 def test_input_gradient(benchmark, iteration):
-    benchmark(Frozen(iteration.run.model).energy_and_gradient, iteration.x)
+    benchmark(FrozenJEM(iteration.run.model).energy_and_gradient, iteration.x)
 
 
 def test_weights_taken_over(benchmark, iteration):
-    benchmark(Frozen(iteration.run.model).refresh)
+    benchmark(FrozenJEM(iteration.run.model).refresh)
 
 
 def test_buffer_draw_and_put(benchmark):

@@ -1,13 +1,16 @@
 """The input gradient by hand against autograd's."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from jemlib import frozen, nets
+from jemlib import input_gradient, nets
 from jemlib.energy import JEM
-from jemlib.frozen import Frozen
+from jemlib.input_gradient import FrozenJEM
+from jemlib.layers import LeakyReLU
 from jemlib.sampler import energy_and_gradient
 
 NETWORKS = {
@@ -35,7 +38,7 @@ def case(name, n=12):
 def fused(request, monkeypatch):
     """With oneDNN's fused convolutions, where they are here, and without."""
     if not request.param:
-        monkeypatch.setattr(frozen, "_fuses", lambda device, dtype: False)
+        monkeypatch.setattr(input_gradient, "_fuses", lambda device, dtype: False)
     return request.param
 
 
@@ -45,11 +48,11 @@ def test_it_is_autograds(name, labelled, fused):
     model, x, y = case(name)
     y = y if labelled else None
     before = x.clone()
-    energy, gradient = Frozen(model).energy_and_gradient(x, y)
+    energy, gradient = FrozenJEM(model).energy_and_gradient(x, y)
     exact = energy_and_gradient(model, x, y)
     assert torch.allclose(energy, exact[0], atol=1e-5)
     assert torch.allclose(gradient, exact[1], rtol=1e-4, atol=1e-5 * exact[1].abs().max().item())
-    assert torch.equal(Frozen(model).energy(x, y), energy)
+    assert torch.equal(FrozenJEM(model).energy(x, y), energy)
     assert torch.equal(x, before) and not gradient.requires_grad
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
 
@@ -57,20 +60,34 @@ def test_it_is_autograds(name, labelled, fused):
 @pytest.mark.parametrize("name", ["mlp", "conv_net", "wide_resnet, several blocks"])
 def test_in_bfloat16_it_is_near(name, fused):
     model, x, y = case(name)
-    energy, gradient = Frozen(model, torch.bfloat16).energy_and_gradient(x, y)
+    energy, gradient = FrozenJEM(model, torch.bfloat16).energy_and_gradient(x, y)
     exact = energy_and_gradient(model, x, y)
     assert energy.dtype is gradient.dtype is torch.float32
     assert not torch.equal(energy, exact[0]) and (energy - exact[0]).abs().max() < 0.02 * exact[0].abs().max()
     assert F.cosine_similarity(gradient.flatten(), exact[1].flatten(), dim=0) > 0.99
 
 
+@pytest.mark.parametrize("name", ["mlp", "conv_net", "wide_resnet"])
+def test_energies_of_hundreds_of_nats_are_not_rounded_to_whole_ones(name):
+    """Neither for the sampler nor in training; and where it has 8 bits, their last step is float32's."""
+    model, x, y = case(name)
+    with torch.no_grad():
+        model.backbone[-1].bias.add_(200.0)
+    exact = model.energy(x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = model.energy(x, y)
+    for near in (trained, FrozenJEM(model, torch.bfloat16).energy(x, y)):
+        assert near.dtype is torch.float32 and 0 < (near - exact).abs().max() < 0.1
+        assert not torch.equal(near, near.bfloat16().float())
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_pieces_give_what_the_whole_gives(name, monkeypatch):
     model, x, y = case(name, n=11)
-    network = Frozen(model)
+    network = FrozenJEM(model)
     assert network._pieces(x) == [slice(0, 11)]
     whole = network.energy_and_gradient(x, y)
-    monkeypatch.setattr(frozen, "_PIECE", 3 * 4 * network.widest[x.shape[1:]] // torch.get_num_threads())
+    monkeypatch.setattr(input_gradient, "_PIECE", 3 * 4 * network.widest[x.shape[1:]] // torch.get_num_threads())
     assert [len(x[part]) for part in network._pieces(x)] == [3, 3, 3, 2]
     for a, b in zip(whole, network.energy_and_gradient(x, y), strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
@@ -78,7 +95,7 @@ def test_pieces_give_what_the_whole_gives(name, monkeypatch):
 
 def test_the_widest_activation_is_counted_for_one_input():
     model, x, _ = case("wide_resnet")
-    network = Frozen(model)
+    network = FrozenJEM(model)
     network._pieces(x)
     assert network.widest == {x.shape[1:]: 32 * 32 * 32}
 
@@ -86,21 +103,21 @@ def test_the_widest_activation_is_counted_for_one_input():
 @pytest.mark.parametrize("name", ["mlp", "conv_net", "wide_resnet"])
 def test_refresh_takes_over_every_weight(name, fused):
     model, x, y = case(name)
-    network = Frozen(model)
+    network = FrozenJEM(model)
     old = network.energy_and_gradient(x, y)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=rng(1)))
     assert all(map(torch.equal, network.energy_and_gradient(x, y), old)), "until it is told"
     network.refresh()
-    assert all(map(torch.equal, network.energy_and_gradient(x, y), Frozen(model).energy_and_gradient(x, y)))
+    assert all(map(torch.equal, network.energy_and_gradient(x, y), FrozenJEM(model).energy_and_gradient(x, y)))
     assert not torch.equal(network.energy_and_gradient(x, y)[1], old[1])
 
 
 def test_the_same_call_gives_the_same_bits():
     """Scratch that is used again, and tensors that are written in place, leave nothing behind."""
     model, x, y = case("wide_resnet, several blocks")
-    network = Frozen(model)
+    network = FrozenJEM(model)
     first = network.energy_and_gradient(x, y)
     network.energy_and_gradient(x.flip(0)[:7], None)
     assert all(map(torch.equal, network.energy_and_gradient(x, y), first))
@@ -115,7 +132,7 @@ def test_the_same_call_gives_the_same_bits():
 def test_a_convolution_and_what_follows_it(channels, kernel, padding, stride, size, fused):
     torch.manual_seed(0)
     module = nn.Conv2d(channels, 32, kernel, padding=padding, stride=stride)
-    ours = frozen._Conv(module, torch.float32)
+    ours = input_gradient._Conv(module, torch.float32)
     ours.refresh()
     x = torch.randn(8, channels, *size, generator=rng()).contiguous(memory_format=torch.channels_last)
     y, shape = ours.forward(x)
@@ -130,6 +147,57 @@ def test_a_convolution_and_what_follows_it(channels, kernel, padding, stride, si
     assert torch.allclose(ours.backward(grad, shape, to=base.clone()), base + expected, atol=1e-4)
 
 
-def test_a_layer_that_is_not_known_is_named():
-    with pytest.raises(TypeError, match="no input gradient by hand for a layer Tanh"):
-        Frozen(JEM(nn.Sequential(nn.Linear(2, 3), nn.Tanh())))
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 5, bias=False)
+
+    def forward(self, x):
+        return self.inner(x.mean((2, 3)).sin())
+
+
+def own(*layers):
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers)
+
+
+OTHERS = {
+    "batch norm": own(nn.BatchNorm2d(8), LeakyReLU(0.2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)),
+    "no sequence": Own(),
+    "a head of one's own": own(nn.SiLU(), Own()),
+    "in place": own(nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, stride=2), LeakyReLU(0.2), Own()),
+    "a flattening of another kind": own(nn.MaxPool2d(2), nn.SiLU(), nn.Flatten(), nn.Linear(8 * 36, 5)),
+    "nothing after it": own(nn.Flatten(), nn.Tanh(), nn.Linear(8 * 144, 5)),
+    "two Linears": own(nn.Flatten(), nn.Linear(8 * 144, 6), nn.SiLU(), nn.Linear(6, 5)),
+    "blocks, then flat": own(nn.PixelUnshuffle(2), nn.Flatten(), nn.Linear(32 * 36, 5)),
+    "blocks of 3": own(nn.PixelUnshuffle(3), nn.SiLU(), nn.Flatten(), nn.Linear(72 * 16, 5)),
+    "pooled to 2": own(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5)),
+    "dilated": own(nn.Conv2d(8, 8, 3, dilation=2), nn.Flatten(), nn.Linear(8 * 64, 5)),
+    "grouped": own(nn.Conv2d(8, 8, 3, groups=4), nn.Flatten(), nn.Linear(8 * 100, 5)),
+    "mirrored": own(nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"), nn.Flatten(), nn.Linear(8 * 144, 5)),
+    "padded to size": own(nn.Conv2d(8, 8, 3, padding="same"), nn.Flatten(), nn.Linear(8 * 144, 5)),
+    "padded by more": own(nn.Conv2d(8, 8, 3, padding=3), nn.Flatten(), nn.Linear(8 * 256, 5)),
+    "without bias": own(nn.Conv2d(8, 8, 3, bias=False), nn.Flatten(), nn.Linear(8 * 100, 5, bias=False)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_networks_of_ones_own(name):
+    """In eval mode, and with nothing of theirs changed."""
+    torch.manual_seed(0)
+    model = JEM(copy.deepcopy(OTHERS[name]))
+    x = torch.rand(6, 8 if name == "no sequence" else 3, 12, 12, generator=rng()) * 2 - 1
+    for _ in range(3):
+        model(x)  # running statistics
+    before = copy.deepcopy(model.state_dict())
+    network = FrozenJEM(model)
+    found = network.energy_and_gradient(x, None)
+    assert model.training and all(torch.equal(a, before[key]) for key, a in model.state_dict().items())
+    exact = energy_and_gradient(model.eval(), x)
+    assert torch.allclose(found[0], exact[0], atol=1e-5)
+    assert torch.allclose(found[1], exact[1], rtol=1e-4, atol=1e-5 * exact[1].abs().max().item())
+    with torch.no_grad():
+        for part in (*model.parameters(), *model.buffers()):
+            if part.is_floating_point():
+                part.mul_(1.1)
+    network.refresh()
+    assert torch.allclose(network.energy(x), model.energy(x), atol=1e-5)

@@ -1,4 +1,4 @@
-"""A network while chains move: its weights are frozen, and dE/dx is found by hand, layer by layer.
+"""dE/dx of a network whose weights are frozen while chains move, by hand, layer by layer.
 
 Autograd finds the same gradient in more time. Here weights are cast, turned and packed once for all steps of a call;
 activations and sums that follow a convolution are part of it where oneDNN offers that; and a batch goes forward and
@@ -7,6 +7,7 @@ back in pieces that a core's cache can hold, since chains do not depend on each 
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from typing import Any, Protocol
@@ -23,10 +24,10 @@ from jemlib.layers import LeakyReLU
 _PIECE = 2**21
 
 
-class Frozen:
+class FrozenJEM:
     """A model's energies and their input gradients, with the weights of the last `refresh`, computed in `dtype`.
 
-    For `sgld`. Raises TypeError for a backbone with other layers than those of `nets`.
+    For `sgld`. The layers of `nets` are differentiated by hand, any other by autograd; all in eval mode.
     """
 
     def __init__(self, model: JEM, dtype: torch.dtype = torch.float32):
@@ -44,7 +45,7 @@ class Frozen:
     @torch.no_grad()
     def energy(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """E(x), or E(x, y) for labels y (B,), as (B,) in float32, without a graph. Equations (1) and (2)."""
-        return energy_from_logits(self._forward(x)[0], y)
+        return energy_from_logits(self._forward(x)[0].float(), y)
 
     @torch.no_grad()
     def energy_and_gradient(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -55,22 +56,23 @@ class Frozen:
         energies, gradient = torch.empty(len(x), device=x.device), torch.empty_like(x)
         for part in self._pieces(x):
             f, kept = self._forward(x[part])
+            of_logits, f = f.dtype, f.float()
             label = None if y is None else y[part]
             energies[part] = energy_from_logits(f, label)
             shares = f.softmax(1) if label is None else torch.zeros_like(f).scatter_(1, label[:, None], 1)
-            grad = shares.neg_().to(self.dtype)
+            grad = shares.neg_().to(of_logits)
             for layer in reversed(self.layers):
                 grad = layer.backward(grad, kept.pop())
             gradient[part] = grad
         return energies, gradient
 
     def _forward(self, x: Tensor) -> tuple[Tensor, list[Any]]:
-        """Logits in float32, and what each layer keeps for the way back."""
+        """Logits, and what each layer keeps for the way back."""
         x, kept = x.to(self.dtype), []
         for layer in self.layers:
             x, keep = layer.forward(x)
             kept.append(keep)
-        return x.float(), kept
+        return x, kept
 
     def _pieces(self, x: Tensor) -> list[slice]:
         """What to move at a time: on a CPU equal parts, whose activations stay in the cache; else everything."""
@@ -150,7 +152,13 @@ class _Blocks(_Simple):
 
     def backward(self, grad: Tensor, kept: None) -> Tensor:
         b, c, h, w = grad.shape
-        pairs = grad.permute(0, 2, 3, 1).view(_PAIR[grad.dtype]).view(b, h, w, c // 4, 2).permute(0, 3, 1, 4, 2)
+        pairs = (
+            grad.permute(0, 2, 3, 1)
+            .contiguous()
+            .view(_PAIR[grad.dtype])
+            .view(b, h, w, c // 4, 2)
+            .permute(0, 3, 1, 4, 2)
+        )
         return pairs.contiguous().view(grad.dtype).view(b, c // 4, 2 * h, 2 * w)
 
 
@@ -179,6 +187,28 @@ class _Average(_Simple):
         return whole.copy_(grad / math.prod(shape[2:]))
 
 
+class _Other:
+    """A module that we do not know, in eval mode, by autograd."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype):
+        self.module = module
+        self.copy = copy.deepcopy(module).to(dtype).requires_grad_(False).eval()
+
+    def refresh(self) -> None:
+        for mine, its in zip(self.copy.state_dict().values(), self.module.state_dict().values(), strict=True):
+            mine.copy_(its)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = self.copy(x.clone())
+        return y.detach().clone(), (x, y)  # copies, since modules may write to what they are given
+
+    def backward(self, grad: Tensor, kept: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = kept
+        return torch.autograd.grad(y, x, grad)[0]
+
+
 class _Linear:
     """channels: of what a `_Flatten` before it has put last, where the module expects them first."""
 
@@ -193,11 +223,11 @@ class _Linear:
         self.weight.view(last.shape).copy_(last)
         self.bias.copy_(self.module.bias)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return F.linear(x, self.weight, self.bias), None
+    def forward(self, x: Tensor) -> tuple[Tensor, torch.dtype]:
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias), x.dtype
 
-    def backward(self, grad: Tensor, kept: None) -> Tensor:
-        return grad @ self.weight
+    def backward(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        return (grad @ self.weight).to(dtype)
 
 
 class _Conv:
@@ -306,29 +336,46 @@ def _fuses(device: str, dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-_SIMPLE = {
-    nets._Scale: _Scale, nn.SiLU: _SiLU, LeakyReLU: _LeakyReLU, nn.PixelUnshuffle: _Blocks, nn.Flatten: _Flatten,
-    nn.AdaptiveAvgPool2d: _Average,
-}  # fmt: skip
-
-
 def _layers(backbone: nn.Module, dtype: torch.dtype) -> list[Layer]:
-    """The layers of a backbone, as ours."""
+    """A backbone's layers as ours, by hand where we know them."""
+    modules = list(backbone) if isinstance(backbone, nn.Sequential) else [backbone]
     found: list[Layer] = []
     scratch: dict[torch.Size, list[Tensor]] = {}
-    channels, flattened = 1, False
-    for module in backbone:
-        if isinstance(module, nn.Linear):
-            found.append(_Linear(module, dtype, channels if flattened else 1))
-        elif isinstance(module, nn.Conv2d):
+    channels = None  #: of what comes next, where a convolution or what keeps them was last
+    for module, after in zip(modules, [*modules[1:], None], strict=True):
+        kind = type(module)
+        if kind in (nn.Linear, nets.Logits) and module.bias is not None:
+            flat = bool(found) and isinstance(found[-1], _Flatten)
+            found.append(_Linear(module, dtype if kind is nn.Linear else torch.float32, channels if flat else 1))
+        elif kind is nn.Conv2d and _usual(module):
             found.append(_Conv(module, dtype))
             channels = module.out_channels
-        elif isinstance(module, nets._Block):
+        elif kind is nets._Block:
             found.append(_Block(module, dtype, scratch))
             channels = module.residual[-1].out_channels
-        elif type(module) in _SIMPLE:
-            found.append(_SIMPLE[type(module)](module))
+        elif kind in _SIMPLE:
+            found.append(_SIMPLE[kind](module))
+        elif kind is nn.AdaptiveAvgPool2d and module.output_size == 1:
+            found.append(_Average(module))
+        elif kind is nn.PixelUnshuffle and module.downscale_factor == 2:
+            found.append(_Blocks(module))
+            channels = None
+        elif kind is nn.Flatten and channels and type(after) in (nn.Linear, nets.Logits) and after.bias is not None:
+            found.append(_Flatten(module))
         else:
-            raise TypeError(f"there is no input gradient by hand for a layer {type(module).__name__}")
-        flattened = isinstance(module, nn.Flatten)
+            found.append(_Other(module, dtype))
+            channels = None
     return found
+
+
+_SIMPLE = {nets._Scale: _Scale, nn.SiLU: _SiLU, LeakyReLU: _LeakyReLU}
+
+
+def _usual(conv: nn.Conv2d) -> bool:
+    """Whether it is a convolution as `_Conv` differentiates it."""
+    return (
+        (conv.dilation, conv.groups, conv.padding_mode) == ((1, 1), 1, "zeros")
+        and conv.bias is not None
+        and not isinstance(conv.padding, str)
+        and all(p < k for p, k in zip(conv.padding, conv.kernel_size, strict=True))
+    )
