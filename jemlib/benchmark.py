@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from jemlib import objectives, precision
+from jemlib import objectives, precision, step_profile
 from jemlib.config import TrainConfig
 from jemlib.data import Labelled
 from jemlib.provenance import provenance, repo_root
@@ -213,16 +213,16 @@ def _memory_elsewhere(case: Case, which: str, wanted: str, device: torch.device)
 
 
 def suite(store: Store, names: Iterable[str], wanted: str = "auto", *, growth: bool = True) -> pd.DataFrame:
-    """Run the comparison for the named cases and write tables/benchmark.csv, and benchmark_growth.csv.
+    """Run the comparison for the named cases and write tables/benchmark.csv, _parts.csv and _growth.csv.
 
-    Where the device has bfloat16, `auto` is compared both in it and in float32.
+    Where the device has bfloat16, `auto` is compared both in it and in float32. On CUDA there are no parts.
     """
     device = pick_device("auto")
     machine = provenance()
     gpu = device.type == "cuda"
     about = {"device": machine["device" if gpu else "cpu"], "gpu": gpu, "torch": torch.__version__}
     about["commit"] = f"{machine['commit'] or 'unknown'}"[:10] + ("-changed" if machine["dirty"] else "")
-    rows, table = [], pd.DataFrame()
+    rows, parts, table = [], [], pd.DataFrame()
     for name in names:
         case = CASES[name]._replace(**_ON_GPU) if gpu else CASES[name]
         default = precision.choose(wanted, device, case.network["network"])
@@ -237,9 +237,21 @@ def suite(store: Store, names: Iterable[str], wanted: str = "auto", *, growth: b
                 print(_said(row), flush=True)
                 # row by row: what an interrupted suite has measured is kept
                 table = store.table("benchmark", pd.DataFrame(rows).reindex(columns=_COLUMNS))
+            if not gpu:
+                parts.append(_parts(name, case, kind, device) | about)
+                store.table("benchmark_parts", pd.DataFrame(parts))
     if growth:
         store.table("benchmark_growth", _growth(wanted, device, about))
     return table
+
+
+def _parts(name: str, case: Case, kind: str, device: torch.device) -> dict[str, Any]:
+    """What the time of our SGLD step is made of."""
+    steps = min(case.n_steps, 10)
+    iteration = Iteration(case, batch=case.batch, n_steps=steps, precision=kind, device=device)
+    used = str(iteration.run.dtype).removeprefix("torch.")
+    about = {"network": name, "batch": case.batch, "precision": used}
+    return about | {"threads": torch.get_num_threads()} | step_profile.shares(iteration.run.move, iteration.x)
 
 
 def _growth(wanted: str, device: torch.device, about: dict[str, Any]) -> pd.DataFrame:

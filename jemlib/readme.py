@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from jemlib import headlines
+from jemlib import headlines, step_profile
 from jemlib.files import read_csv, write_atomic
 from jemlib.provenance import repo_root
 
@@ -43,6 +43,9 @@ def render(reference: Path) -> str:
     benchmark = reference / "tables" / "benchmark.csv"
     if benchmark.is_file():
         parts += [_speed(read_csv(benchmark))]
+    pieces = reference / "tables" / "benchmark_parts.csv"
+    if pieces.is_file():
+        parts += [_parts(read_csv(pieces))]
     savings = reference / "tables" / "benchmark_savings.csv"
     if savings.is_file():
         parts += [_savings(reference, read_csv(savings))]
@@ -92,6 +95,16 @@ def _speed(table: pd.DataFrame) -> str:
     about = "JEM's iteration written the usual way (float32) against ours, taking turns in one run"
     gpu = "" if table["gpu"].any() else " Figures on CUDA are not measured yet."
     return f"**Speed**: {about} ({devices}, {threads} threads, commit {commits}).{gpu}\n\n{_markdown(head, rows)}"
+
+
+def _parts(table: pd.DataFrame) -> str:
+    """What the time of an SGLD step is made of."""
+    kinds = [*step_profile.KINDS, "the rest"]
+    rows = [
+        [row["network"], row["precision"], *(f"{row[kind]:.0%}" for kind in kinds)] for row in table.to_dict("records")
+    ]
+    about = "shares of the time of our SGLD step, under torch's profiler, which lengthens the small ones"
+    return f"**What a step is made of**: {about}\n\n{_markdown(['network', 'precision', *kinds], rows)}"
 
 
 def _savings(reference: Path, table: pd.DataFrame) -> str:

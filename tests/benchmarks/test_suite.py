@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from jemlib import benchmark, readme, savings
+from jemlib import benchmark, readme, savings, step_profile
 from jemlib.checkpoints import CheckpointError
 from jemlib.cli import main
 from jemlib.data import DataError, Dataset, Labelled
@@ -33,8 +33,12 @@ def test_the_suite_writes_tables_that_the_readme_shows(tiny, tmp_path, monkeypat
     assert (table[["ratio", "images_steps_per_s", "gflops", "share_of_peak"]] > 0).all(axis=None)
     growth = pd.read_csv(tmp_path / "tables" / "benchmark_growth.csv")
     assert {"batch", "width", "threads"} == set(growth["growing"]) and torch.get_num_threads() == before
+    parts = pd.read_csv(tmp_path / "tables" / "benchmark_parts.csv").loc[0]
+    shares = parts[[*step_profile.KINDS, "the rest"]].astype(float)
+    assert shares.sum() == pytest.approx(1) and (shares > 0).all() and parts["precision"] == "float32"
     text = readme.render(tmp_path)
     assert "| MNIST net | iteration | 4 × 2 | float32 |" in text
+    assert "| network | precision | convolutions | activations |" in text
     assert ("not measured yet" in text) == (not table["gpu"].any())
 
 
