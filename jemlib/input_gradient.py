@@ -25,14 +25,16 @@ _PIECE = 2**21
 
 
 class FrozenJEM:
-    """A model's energies and their input gradients, with the weights of the last `refresh`, computed in `dtype`.
+    """A model's energies and their input gradients, with the weights of the last `refresh`, in eval mode.
 
-    For `sgld`. The layers of `nets` are differentiated by hand, any other by autograd; all in eval mode.
+    For `sgld`, in one thread at a time. dtype: what the network computes in, float32 or bfloat16. The networks of
+    `nets` are differentiated by hand, any other by autograd on a copy.
     """
 
     def __init__(self, model: JEM, dtype: torch.dtype = torch.float32):
-        self.dtype = dtype
-        self.layers = _layers(model.backbone, dtype)
+        self.model, self.dtype = model, dtype
+        self.layers = _layers(model.backbone, dtype) if _known(model) else []
+        self.copy = None if self.layers else copy.deepcopy(model).to(dtype).requires_grad_(False).eval()
         self.widest: dict[torch.Size, int] = {}
         self.refresh()
 
@@ -41,33 +43,43 @@ class FrozenJEM:
         """Take over the model's present weights."""
         for layer in self.layers:
             layer.refresh()
+        if self.copy is not None:
+            for part in ("parameters", "buffers"):
+                for mine, its in zip(getattr(self.copy, part)(), getattr(self.model, part)(), strict=True):
+                    mine.copy_(its)
 
     @torch.no_grad()
     def energy(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """E(x), or E(x, y) for labels y (B,), as (B,) in float32, without a graph. Equations (1) and (2)."""
-        return energy_from_logits(self._forward(x)[0].float(), y)
+        if self.copy is not None:
+            return self.copy.energy(x.to(self.dtype, copy=True), y)
+        return energy_from_logits(self._forward(x)[0], y)
 
     @torch.no_grad()
     def energy_and_gradient(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(E, dE/dx) at x (B, ...), of E(x) or, for labels y (B,), of E(x, y): (B,) and (B, ...), in float32.
+        """(E, dE/dx) at x (B, ...), of E(x) or, for labels y (B,), of E(x, y): (B,) in float32, and like x.
 
         By the chain rule: dE/df is -softmax(f), or minus the indicator of y, and goes back through the layers.
         """
+        if self.copy is not None:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                energy = self.copy.energy(x.to(self.dtype, copy=True), y)  # a layer may write to what it is given
+                return energy.detach(), torch.autograd.grad(energy.sum(), x)[0]
         energies, gradient = torch.empty(len(x), device=x.device), torch.empty_like(x)
         for part in self._pieces(x):
             f, kept = self._forward(x[part])
-            of_logits, f = f.dtype, f.float()
             label = None if y is None else y[part]
             energies[part] = energy_from_logits(f, label)
             shares = f.softmax(1) if label is None else torch.zeros_like(f).scatter_(1, label[:, None], 1)
-            grad = shares.neg_().to(of_logits)
+            grad = shares.neg_()
             for layer in reversed(self.layers):
                 grad = layer.backward(grad, kept.pop())
             gradient[part] = grad
         return energies, gradient
 
     def _forward(self, x: Tensor) -> tuple[Tensor, list[Any]]:
-        """Logits, and what each layer keeps for the way back."""
+        """Logits, in float32 as their layer is, and what each layer keeps for the way back."""
         x, kept = x.to(self.dtype), []
         for layer in self.layers:
             x, keep = layer.forward(x)
@@ -76,6 +88,8 @@ class FrozenJEM:
 
     def _pieces(self, x: Tensor) -> list[slice]:
         """What to move at a time: on a CPU equal parts, whose activations stay in the cache; else everything."""
+        if len(x) == 0:
+            return []
         count = 1
         if x.device.type == "cpu":
             shape = x.shape[1:]
@@ -142,24 +156,18 @@ class _LeakyReLU(_Simple):
         return _leaky_backward(grad, y, self.module.slope, grad)
 
 
-class _Blocks(_Simple):
+class _Unshuffle(_Simple):
     """PixelUnshuffle(2) into channels_last and back. Two neighbours of a row stay so: they are moved as one number."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         b, c, h, w = x.shape
-        pairs = x.contiguous().view(_PAIR[x.dtype]).view(b, c, h // 2, 2, w // 2).permute(0, 2, 4, 1, 3)
-        return pairs.contiguous().view(x.dtype).view(b, h // 2, w // 2, 4 * c).permute(0, 3, 1, 2), None
+        pairs = x.reshape(-1).view(_PAIR[x.dtype]).view(b, c, h // 2, 2, w // 2).permute(0, 2, 4, 1, 3)
+        return pairs.reshape(-1).view(x.dtype).view(b, h // 2, w // 2, 4 * c).permute(0, 3, 1, 2), None
 
     def backward(self, grad: Tensor, kept: None) -> Tensor:
         b, c, h, w = grad.shape
-        pairs = (
-            grad.permute(0, 2, 3, 1)
-            .contiguous()
-            .view(_PAIR[grad.dtype])
-            .view(b, h, w, c // 4, 2)
-            .permute(0, 3, 1, 4, 2)
-        )
-        return pairs.contiguous().view(grad.dtype).view(b, c // 4, 2 * h, 2 * w)
+        pairs = grad.permute(0, 2, 3, 1).reshape(-1).view(_PAIR[grad.dtype]).view(b, h, w, c // 4, 2)
+        return pairs.permute(0, 3, 1, 4, 2).reshape(-1).view(grad.dtype).view(b, c // 4, 2 * h, 2 * w)
 
 
 _PAIR = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
@@ -185,28 +193,6 @@ class _Average(_Simple):
     def backward(self, grad: Tensor, shape: torch.Size) -> Tensor:
         whole = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
         return whole.copy_(grad / math.prod(shape[2:]))
-
-
-class _Other:
-    """A module that we do not know, in eval mode, by autograd."""
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype):
-        self.module = module
-        self.copy = copy.deepcopy(module).to(dtype).requires_grad_(False).eval()
-
-    def refresh(self) -> None:
-        for mine, its in zip(self.copy.state_dict().values(), self.module.state_dict().values(), strict=True):
-            mine.copy_(its)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            y = self.copy(x.clone())
-        return y.detach().clone(), (x, y)  # copies, since modules may write to what they are given
-
-    def backward(self, grad: Tensor, kept: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = kept
-        return torch.autograd.grad(y, x, grad)[0]
 
 
 class _Linear:
@@ -320,7 +306,7 @@ class _Block:
         if not pair:
             form = {"dtype": like.dtype, "device": like.device, "memory_format": torch.channels_last}
             pair.extend(torch.empty(shape, **form) for _ in range(2))
-        return pair[pair[0] is like]
+        return pair[1] if pair[0] is like else pair[0]
 
 
 def _leaky_backward(grad: Tensor, y: Tensor, slope: float, out: Tensor) -> Tensor:
@@ -336,46 +322,37 @@ def _fuses(device: str, dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _layers(backbone: nn.Module, dtype: torch.dtype) -> list[Layer]:
-    """A backbone's layers as ours, by hand where we know them."""
-    modules = list(backbone) if isinstance(backbone, nn.Sequential) else [backbone]
+_SIMPLE = {
+    nets._Scale: _Scale, nn.SiLU: _SiLU, LeakyReLU: _LeakyReLU, nn.PixelUnshuffle: _Unshuffle, nn.Flatten: _Flatten,
+    nn.AdaptiveAvgPool2d: _Average,
+}  # fmt: skip
+_OF_NETS = {*_SIMPLE, nets.Network, nets._Block, nets.Logits, nn.Linear, nn.Conv2d}
+_OF_NETS |= {nn.Sequential, nn.LeakyReLU, nn.Identity}  # inside a block
+
+
+def _known(model: JEM) -> bool:
+    """Whether the model is a JEM whose network is as `nets` builds it, and nothing hooks into it."""
+    plain = type(model).logits is JEM.logits and type(model).energy is JEM.energy
+    ours = type(model.backbone) is nets.Network and all(type(module) in _OF_NETS for module in model.backbone.modules())
+    return plain and ours and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def _layers(network: nets.Network, dtype: torch.dtype) -> list[Layer]:
+    """The layers of a network of `nets`, as ours. In its order nobody overwrites what another keeps."""
     found: list[Layer] = []
     scratch: dict[torch.Size, list[Tensor]] = {}
-    channels = None  #: of what comes next, where a convolution or what keeps them was last
-    for module, after in zip(modules, [*modules[1:], None], strict=True):
-        kind = type(module)
-        if kind in (nn.Linear, nets.Logits) and module.bias is not None:
+    channels = 1  # of the last convolution
+    for module in network:
+        if isinstance(module, nn.Linear):
             flat = bool(found) and isinstance(found[-1], _Flatten)
-            found.append(_Linear(module, dtype if kind is nn.Linear else torch.float32, channels if flat else 1))
-        elif kind is nn.Conv2d and _usual(module):
+            its = torch.float32 if isinstance(module, nets.Logits) else dtype
+            found.append(_Linear(module, its, channels if flat else 1))
+        elif isinstance(module, nn.Conv2d):
             found.append(_Conv(module, dtype))
             channels = module.out_channels
-        elif kind is nets._Block:
+        elif isinstance(module, nets._Block):
             found.append(_Block(module, dtype, scratch))
             channels = module.residual[-1].out_channels
-        elif kind in _SIMPLE:
-            found.append(_SIMPLE[kind](module))
-        elif kind is nn.AdaptiveAvgPool2d and module.output_size == 1:
-            found.append(_Average(module))
-        elif kind is nn.PixelUnshuffle and module.downscale_factor == 2:
-            found.append(_Blocks(module))
-            channels = None
-        elif kind is nn.Flatten and channels and type(after) in (nn.Linear, nets.Logits) and after.bias is not None:
-            found.append(_Flatten(module))
         else:
-            found.append(_Other(module, dtype))
-            channels = None
+            found.append(_SIMPLE[type(module)](module))
     return found
-
-
-_SIMPLE = {nets._Scale: _Scale, nn.SiLU: _SiLU, LeakyReLU: _LeakyReLU}
-
-
-def _usual(conv: nn.Conv2d) -> bool:
-    """Whether it is a convolution as `_Conv` differentiates it."""
-    return (
-        (conv.dilation, conv.groups, conv.padding_mode) == ((1, 1), 1, "zeros")
-        and conv.bias is not None
-        and not isinstance(conv.padding, str)
-        and all(p < k for p, k in zip(conv.padding, conv.kernel_size, strict=True))
-    )

@@ -8,6 +8,10 @@ from torch import nn
 from jemlib.layers import LeakyReLU
 
 
+class Network(nn.Sequential):
+    """A network as the functions below build it; `input_gradient` knows those by hand, and takes others as they are."""
+
+
 def mlp(
     n_classes: int, *, n_features: int = 2, width: int = 128, depth: int = 2, input_scale: float = 1.0
 ) -> nn.Module:
@@ -15,7 +19,7 @@ def mlp(
     layers: list[nn.Module] = [_Scale(input_scale)]
     for i in range(depth):
         layers += [nn.Linear(n_features if i == 0 else width, width), nn.SiLU()]
-    return nn.Sequential(*layers, Logits(width, n_classes))
+    return Network(*layers, Logits(width, n_classes))
 
 
 def conv_net(n_classes: int, *, channels: int = 1, size: int = 28, width: int = 16, features: int = 0) -> nn.Module:
@@ -27,7 +31,7 @@ def conv_net(n_classes: int, *, channels: int = 1, size: int = 28, width: int = 
     because a convolution over few channels is the slowest part of the input gradient on a CPU.
     """
     edge = (size // 2 + 3) // 4  # two strides of 2, each of which rounds up
-    net = nn.Sequential(
+    net = Network(
         nn.PixelUnshuffle(2),
         nn.Conv2d(4 * channels, width, 3, padding=1),
         nn.SiLU(),
@@ -59,7 +63,7 @@ def wide_resnet(
     blocks = blocks_per_stage(depth)
     widths = [16] + [16 * width * 2**stage for stage in range(3) for _ in range(blocks)]
     strides = [2 if stage and not i else 1 for stage in range(3) for i in range(blocks)]
-    net = nn.Sequential(
+    net = Network(
         nn.Conv2d(channels, 16, 3, padding=1),
         *map(_Block, widths[:-1], widths[1:], strides),
         LeakyReLU(0.2),

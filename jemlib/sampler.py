@@ -201,12 +201,12 @@ def _log_acceptance(start: _State, end: _State) -> Tensor:
     """Log ratio (B,) of the Metropolis-Hastings test for start -> end, for the target exp(-E alpha / sigma^2).
 
     With m the move and d, d' the two drifts: |m - d|^2 - |m + d'|^2 = |d|^2 - |d'|^2 - 2 m (d + d').
-    Nobody needs `start` afterwards, and its tensors serve as scratch.
+    Nobody needs `start` afterwards, and its drift serves as scratch.
     """
     if start.sigma <= _NO_NOISE:  # no noise, no reverse move: a Metropolis test would take descents only
         return torch.zeros_like(end.energy).masked_fill_(~(end.energy <= start.energy), -math.inf)
-    backwards = start.x.sub_(end.x).mul_(start.drift.add_(end.drift)).sum(tuple(range(1, end.x.dim())))
-    moves = (start.square - end.square + 2 * backwards) / (2 * start.sigma**2)
+    projection = start.drift.add_(end.drift).mul_(end.x - start.x).sum(tuple(range(1, end.x.dim())))
+    moves = (start.square - end.square - 2 * projection) / (2 * start.sigma**2)
     return (start.energy - end.energy) * (start.alpha / start.sigma**2) + moves
 
 

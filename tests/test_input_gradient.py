@@ -151,53 +151,90 @@ class Own(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(8, 5, bias=False)
+        self.register_buffer("shift", torch.ones(5), persistent=False)
 
     def forward(self, x):
-        return self.inner(x.mean((2, 3)).sin())
+        return self.inner(x.mean((2, 3)).sin()) + self.shift
+
+
+class Doubled(nets.Network):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Cooled(JEM):
+    def logits(self, x):
+        return super().logits(x) / 3
 
 
 def own(*layers):
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers)
+    return JEM(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers))
 
 
+def hooked():
+    model = JEM(nets.conv_net(5, channels=3, size=12, width=4))
+    model.backbone[1].register_forward_hook(lambda module, given, y: 2 * y)
+    return model
+
+
+HEAD = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
 OTHERS = {
-    "batch norm": own(nn.BatchNorm2d(8), LeakyReLU(0.2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)),
-    "no sequence": Own(),
-    "a head of one's own": own(nn.SiLU(), Own()),
-    "in place": own(nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, stride=2), LeakyReLU(0.2), Own()),
-    "a flattening of another kind": own(nn.MaxPool2d(2), nn.SiLU(), nn.Flatten(), nn.Linear(8 * 36, 5)),
-    "nothing after it": own(nn.Flatten(), nn.Tanh(), nn.Linear(8 * 144, 5)),
-    "two Linears": own(nn.Flatten(), nn.Linear(8 * 144, 6), nn.SiLU(), nn.Linear(6, 5)),
-    "blocks, then flat": own(nn.PixelUnshuffle(2), nn.Flatten(), nn.Linear(32 * 36, 5)),
-    "blocks of 3": own(nn.PixelUnshuffle(3), nn.SiLU(), nn.Flatten(), nn.Linear(72 * 16, 5)),
-    "pooled to 2": own(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5)),
-    "dilated": own(nn.Conv2d(8, 8, 3, dilation=2), nn.Flatten(), nn.Linear(8 * 64, 5)),
-    "grouped": own(nn.Conv2d(8, 8, 3, groups=4), nn.Flatten(), nn.Linear(8 * 100, 5)),
-    "mirrored": own(nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"), nn.Flatten(), nn.Linear(8 * 144, 5)),
-    "padded to size": own(nn.Conv2d(8, 8, 3, padding="same"), nn.Flatten(), nn.Linear(8 * 144, 5)),
-    "padded by more": own(nn.Conv2d(8, 8, 3, padding=3), nn.Flatten(), nn.Linear(8 * 256, 5)),
-    "without bias": own(nn.Conv2d(8, 8, 3, bias=False), nn.Flatten(), nn.Linear(8 * 100, 5, bias=False)),
+    "batch norm": lambda: own(nn.BatchNorm2d(8), LeakyReLU(0.2), *HEAD),
+    "in place from the first layer on": lambda: JEM(
+        nn.Sequential(LeakyReLU(0.2), nn.Conv2d(3, 8, 3), nn.ReLU(True), *HEAD)
+    ),
+    "our layers in another order": lambda: own(LeakyReLU(0.2), nets._Block(8, 8, 1), LeakyReLU(0.2), nn.SiLU(), *HEAD),
+    "no sequence": lambda: own(Own()),
+    "a sequence with a say": lambda: JEM(Doubled(*nets.conv_net(5, channels=3, size=12, width=4))),
+    "logits of its own": lambda: Cooled(nets.conv_net(5, channels=3, size=12, width=4)),
+    "a layer exchanged": lambda: JEM(nets.Network(nn.Conv2d(3, 8, 3), nn.Tanh(), *HEAD)),
+    "a hook": hooked,
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_networks_of_ones_own(name):
-    """In eval mode, and with nothing of theirs changed."""
+def test_other_networks_are_taken_as_they_are(name):
+    """In eval mode, by autograd, with nothing of theirs changed."""
     torch.manual_seed(0)
-    model = JEM(copy.deepcopy(OTHERS[name]))
-    x = torch.rand(6, 8 if name == "no sequence" else 3, 12, 12, generator=rng()) * 2 - 1
+    model = OTHERS[name]()
+    x, y = torch.rand(6, 3, 12, 12, generator=rng()) * 2 - 1, torch.arange(6) % 5
     for _ in range(3):
-        model(x)  # running statistics
-    before = copy.deepcopy(model.state_dict())
+        model(x.clone())  # running statistics
+    state, given = copy.deepcopy(model.state_dict()), x.clone()
     network = FrozenJEM(model)
-    found = network.energy_and_gradient(x, None)
-    assert model.training and all(torch.equal(a, before[key]) for key, a in model.state_dict().items())
-    exact = energy_and_gradient(model.eval(), x)
-    assert torch.allclose(found[0], exact[0], atol=1e-5)
-    assert torch.allclose(found[1], exact[1], rtol=1e-4, atol=1e-5 * exact[1].abs().max().item())
+    found = network.energy_and_gradient(x, y)
+    assert model.training and all(torch.equal(a, state[key]) for key, a in model.state_dict().items())
+    assert torch.equal(x, given)
     with torch.no_grad():
         for part in (*model.parameters(), *model.buffers()):
             if part.is_floating_point():
                 part.mul_(1.1)
+    stale, again = found, FrozenJEM(model)
     network.refresh()
-    assert torch.allclose(network.energy(x), model.energy(x), atol=1e-5)
+    found = network.energy_and_gradient(x, y)
+    assert all(map(torch.equal, found, again.energy_and_gradient(x, y))) and not torch.equal(found[1], stale[1])
+    model.eval()
+    leaf = x.clone().requires_grad_()
+    energy = model.energy(leaf.clone(), y)
+    assert torch.allclose(found[0], energy, atol=1e-5)
+    assert torch.allclose(found[1], torch.autograd.grad(energy.sum(), leaf)[0], atol=1e-5)
+    assert FrozenJEM(model, torch.bfloat16).energy_and_gradient(x)[1].dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_networks_of_nets_are_differentiated_by_hand(name):
+    network = FrozenJEM(case(name)[0])
+    assert network.layers and network.copy is None
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv_net", "wide_resnet"])
+def test_an_empty_batch(name):
+    model, x, y = case(name)
+    energy, gradient = FrozenJEM(model).energy_and_gradient(x[:0], y[:0])
+    assert energy.shape == (0,) and gradient.shape == x[:0].shape
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_of_one_block(channels):
+    model, x = JEM(nets.conv_net(5, channels=channels, size=2, width=4)), torch.rand(3, channels, 2, 2)
+    assert torch.allclose(FrozenJEM(model).energy_and_gradient(x)[1], energy_and_gradient(model, x)[1], atol=1e-6)

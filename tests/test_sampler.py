@@ -287,3 +287,21 @@ def test_state_round_trip(n_classes):
     assert all(a is b or torch.equal(a, b) for a, b in zip(before, after, strict=True))
     copy.put(torch.tensor([0]), torch.zeros(1, 1, 2, 2))
     assert torch.equal(state["x"], buffer.x) and not torch.equal(copy.x, buffer.x)
+
+
+def test_energies_that_share_memory_with_x_are_judged_as_others_are():
+    """A linear potential whose energy is a view of x: from step to step nothing of it may be overwritten."""
+
+    class Linear:
+        def __init__(self, copy):
+            self.copy = copy
+
+        def energy(self, x, y=None):
+            return x[:, 0].clone() if self.copy else x[:, 0]
+
+    options = {"n_steps": 20, "step_size": 0.1}
+    healths = [
+        sgld(Linear(copy), torch.ones(100, 2), **options, generator=torch.Generator().manual_seed(0))[1]
+        for copy in (True, False)
+    ]
+    assert healths[0] == healths[1] and healths[0].acceptance > 0.99
