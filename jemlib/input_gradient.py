@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import platform
 from typing import Any, Protocol
 
 import torch
@@ -316,8 +317,8 @@ def _leaky_backward(grad: Tensor, y: Tensor, slope: float, out: Tensor) -> Tenso
 
 @functools.cache
 def _fuses(device: str, dtype: torch.dtype) -> bool:
-    """Whether oneDNN is there and takes this format on this machine."""
-    if device != "cpu" or not torch.backends.mkldnn.is_available():
+    """Whether oneDNN is there and takes this format on this machine; on x86 alone, where it was measured."""
+    if device != "cpu" or platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
         return False
     return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 

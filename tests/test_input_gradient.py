@@ -227,6 +227,13 @@ def test_the_networks_of_nets_are_differentiated_by_hand(name):
     assert network.layers and network.copy is None
 
 
+def test_fused_convolutions_are_for_x86(monkeypatch):
+    fuses = input_gradient._fuses.__wrapped__
+    assert not fuses("cuda", torch.float32)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert not fuses("cpu", torch.float32)
+
+
 @pytest.mark.parametrize("name", ["mlp", "conv_net", "wide_resnet"])
 def test_an_empty_batch(name):
     model, x, y = case(name)
