@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from jemlib import input_gradient, nets
+from jemlib import frozen_layers, input_gradient, nets
 from jemlib.energy import JEM
 from jemlib.input_gradient import FrozenJEM
 from jemlib.layers import LeakyReLU
@@ -38,7 +38,7 @@ def case(name, n=12):
 def fused(request, monkeypatch):
     """With oneDNN's fused convolutions, where they are here, and without."""
     if not request.param:
-        monkeypatch.setattr(input_gradient, "_fuses", lambda device, dtype: False)
+        monkeypatch.setattr(frozen_layers, "_fuses", lambda device, dtype: False)
     return request.param
 
 
@@ -132,7 +132,7 @@ def test_the_same_call_gives_the_same_bits():
 def test_a_convolution_and_what_follows_it(channels, kernel, padding, stride, size, fused):
     torch.manual_seed(0)
     module = nn.Conv2d(channels, 32, kernel, padding=padding, stride=stride)
-    ours = input_gradient._Conv(module, torch.float32)
+    ours = frozen_layers._Conv(module, torch.float32)
     ours.refresh()
     x = torch.randn(8, channels, *size, generator=rng()).contiguous(memory_format=torch.channels_last)
     y, shape = ours.forward(x)
@@ -228,7 +228,7 @@ def test_the_networks_of_nets_are_differentiated_by_hand(name):
 
 
 def test_fused_convolutions_are_for_x86(monkeypatch):
-    fuses = input_gradient._fuses.__wrapped__
+    fuses = frozen_layers._fuses.__wrapped__
     assert not fuses("cuda", torch.float32)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert not fuses("cpu", torch.float32)
