@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def shares(move: Any, x: torch.Tensor, *, calls: int = 5) -> dict[str, float]:
     Times of operators leave out those that they call. The profiler itself costs time, which small operators and "the
     rest", Python's part, show most.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler says that it finds no GPU
     move(x, None)
     with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.profiler.record_function("all"):
         for _ in range(calls):
