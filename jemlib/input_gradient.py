@@ -17,6 +17,7 @@ from torch import Tensor
 from jemlib import frozen_layers, nets
 from jemlib.energy import JEM, energy_from_logits
 from jemlib.frozen_layers import Layer
+from jemlib.sampler import by_autograd
 
 #: bytes of the largest activation of a piece of the batch, for each thread of a CPU: an L2 cache of today
 _PIECE = 2**21
@@ -41,7 +42,7 @@ class FrozenJEM:
         """Take over the model's present weights."""
         for layer in self.layers:
             layer.refresh()
-        if self.copy is not None:
+        if self.copy:
             for part in ("parameters", "buffers"):
                 for mine, its in zip(getattr(self.copy, part)(), getattr(self.model, part)(), strict=True):
                     mine.copy_(its)
@@ -49,9 +50,7 @@ class FrozenJEM:
     @torch.no_grad()
     def energy(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """E(x), or E(x, y) for labels y (B,), as (B,) in float32, without a graph. Equations (1) and (2)."""
-        if self.copy is not None:
-            return self.copy.energy(x.to(self.dtype, copy=True), y)
-        return energy_from_logits(self._forward(x)[0], y)
+        return self._energy_of_copy(x, y) if self.copy else energy_from_logits(self._forward(x)[0], y)
 
     @torch.no_grad()
     def energy_and_gradient(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -59,11 +58,8 @@ class FrozenJEM:
 
         By the chain rule: dE/df is -softmax(f), or minus the indicator of y, and goes back through the layers.
         """
-        if self.copy is not None:
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                energy = self.copy.energy(x.to(self.dtype, copy=True), y)  # a layer may write to what it is given
-                return energy.detach(), torch.autograd.grad(energy.sum(), x)[0]
+        if self.copy:
+            return by_autograd(self._energy_of_copy, x, y)
         energies, gradient = torch.empty(len(x), device=x.device), torch.empty_like(x)
         for part in self._pieces(x):
             f, kept = self._forward(x[part])
@@ -75,6 +71,9 @@ class FrozenJEM:
                 grad = layer.backward(grad, kept.pop())
             gradient[part] = grad
         return energies, gradient
+
+    def _energy_of_copy(self, x: Tensor, y: Tensor | None) -> Tensor:
+        return self.copy.energy(x.to(self.dtype, copy=True), y)  # a layer may write to what it is given
 
     def _forward(self, x: Tensor) -> tuple[Tensor, list[Any]]:
         """Logits, in float32 as their layer is, and what each layer keeps for the way back."""

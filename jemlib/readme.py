@@ -43,9 +43,9 @@ def render(reference: Path) -> str:
     benchmark = reference / "tables" / "benchmark.csv"
     if benchmark.is_file():
         parts += [_speed(read_csv(benchmark))]
-    pieces = reference / "tables" / "benchmark_parts.csv"
-    if pieces.is_file():
-        parts += [_parts(read_csv(pieces))]
+    made_of = reference / "tables" / "benchmark_parts.csv"
+    if made_of.is_file():
+        parts += [_parts(read_csv(made_of))]
     savings = reference / "tables" / "benchmark_savings.csv"
     if savings.is_file():
         parts += [_savings(reference, read_csv(savings))]

@@ -91,11 +91,16 @@ def energy_and_gradient(model: HasEnergy, x: Tensor, y: Tensor | None = None) ->
     """(E, dE/dx), as (B,) and (B, ...), without a graph: as the model finds them itself, else by autograd."""
     if hasattr(model, "energy_and_gradient"):
         return model.energy_and_gradient(x, y)
+    return by_autograd(model.energy, x, y)
+
+
+def by_autograd(energy: Callable[..., Tensor], x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(E, dE/dx) of energy(x, y) -> (B,), without a graph."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        energy = model.energy(x, y)
-        (gradient,) = torch.autograd.grad(energy.sum(), x)
-    return energy.detach(), gradient
+        found = energy(x, y)
+        (gradient,) = torch.autograd.grad(found.sum(), x)
+    return found.detach(), gradient
 
 
 def _reflect(x: Tensor, low: float, high: float) -> Tensor:

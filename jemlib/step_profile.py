@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from jemlib.chains import Runner
 
 #: kind of work -> what the names of its operators hold; the first that fits
 KINDS = {
@@ -18,7 +19,7 @@ KINDS = {
 }
 
 
-def shares(move: Any, x: torch.Tensor, *, calls: int = 5) -> dict[str, float]:
+def shares(move: Runner, x: torch.Tensor, *, calls: int = 5) -> dict[str, float]:
     """Share of each kind of work in the CPU time of move(x, None), a runner of chains; "the rest" is everything else.
 
     Times of operators leave out those that they call. The profiler itself costs time, which small operators and "the
